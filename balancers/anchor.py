@@ -1,0 +1,42 @@
+"""`anchor_loss`: how injected gradients learn the strength of the loss they accompany (see inject.py)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .router import routers
+
+
+class _AnchorLoss(torch.autograd.Function):
+    """loss -> loss; the backward hands the incoming gradient to `loss_grads` and passes it on."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, loss_grads: list[Tensor]) -> Tensor:
+        ctx.loss_grads = loss_grads
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None]:
+        with torch.no_grad():
+            for loss_grad in ctx.loss_grads:
+                loss_grad.copy_(grad_loss)
+        return grad_loss, None
+
+
+def anchor_loss(loss: Tensor, model: nn.Module) -> Tensor:
+    """Return `loss` unchanged, and let its backward tell the routers of `model` how strongly the loss counts.
+
+    Call it on the loss of one microbatch, a MEAN over that microbatch's tokens, before dividing by the number of
+    microbatches, weighting or scaling it: `scaler.scale(anchor_loss(loss, model) / n).backward()`. Without it the routers
+    assume plain `loss.backward()`.
+
+    Args:
+        loss: 0-dim floating point tensor.
+
+    Raises:
+        ValueError: if the loss is not a scalar.
+    """
+    if loss.numel() != 1:
+        raise ValueError(f"loss has shape {tuple(loss.shape)}; anchor_loss needs the scalar mean over the microbatch's tokens")
+    return _AnchorLoss.apply(loss, [router.loss_grad for router in routers(model).values()])

@@ -1,0 +1,160 @@
+"""What a balancer is: five questions about a router's decisions, all optional.
+
+    selection_bias   what to add to the selection values
+    inject           what gradient to add, and the value of the loss it belongs to
+    observe          what to remember of a forward pass
+    update           how to change once per optimizer step, given sums over all ranks
+    report           what to show
+
+A new balancer is one class in anybody's file; nothing here needs to know its name. See docs/your_own_balancer.md.
+"""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .collective import Sums
+from .routing import Routing, Space
+
+Update = Generator[Sums, Any, None]
+
+
+@dataclass(frozen=True)
+class Injection:
+    """A loss that enters as a gradient.
+
+    Attributes:
+        value: 0-dim, the loss with its coefficient, for the report.
+        scores: (T, E) its gradient with respect to the scores, or None.
+        logits: (T, E) its gradient with respect to the raw logits, or None.
+
+    Both gradients are those of a mean over the microbatch's real tokens, and 0 on padding rows.
+    """
+
+    value: Tensor
+    scores: Tensor | None = None
+    logits: Tensor | None = None
+
+
+class FixedDtypeModule(nn.Module):
+    """A module whose buffers keep their dtype through `.to(bfloat16)`, `.half()` and the like; they do follow the device.
+
+    `add_state` buffers are part of the state dict. `add_statistic` buffers hold sums over the current optimizer step and
+    are zeroed after it; they are not saved.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._initial: dict[str, float] = {}
+
+    def add_state(self, name: str, shape: tuple[int, ...], *, fill: float = 0.0, dtype: torch.dtype = torch.float32) -> None:
+        self.register_buffer(name, torch.full(shape, fill, dtype=dtype))
+        self._initial[name] = fill
+
+    def add_statistic(self, name: str, shape: tuple[int, ...] = (), *, dtype: torch.dtype = torch.int64) -> None:
+        self.register_buffer(name, torch.zeros(shape, dtype=dtype), persistent=False)
+
+    def reset_parameters(self) -> None:
+        """Fill every buffer of this module with its initial value (needed after meta-device construction)."""
+        with torch.no_grad():
+            for name, fill in self._initial.items():
+                self.get_buffer(name).fill_(fill)
+        self.reset_statistics()
+
+    def reset_statistics(self) -> None:
+        """Zero what was gathered over the step, in place."""
+        with torch.no_grad():
+            for name in self._non_persistent_buffers_set:
+                self.get_buffer(name).zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FixedDtypeModule":
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = self._buffers[name]
+            if buffer is not None and moved is not None and moved.dtype != buffer.dtype:
+                # Not moved.to(buffer.dtype): the detour through a narrow type would already have rounded it.
+                self._buffers[name] = buffer.to(moved.device)
+        return self
+
+
+class Balancer(FixedDtypeModule):
+    """Base class of every balancer. Subclass it, answer the questions you need, leave the others.
+
+    Class attributes:
+        name: what configurations and reports call it.
+        sets_bias: True if `selection_bias` returns something; a router takes at most one such balancer.
+        space: what that bias is added to, "logits" or "scores".
+    """
+
+    name: ClassVar[str] = ""
+    sets_bias: ClassVar[bool] = False
+    space: Space = "logits"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 0
+        self.top_k = 0
+        self.score = ""
+
+    def bind(self, num_experts: int, top_k: int, score: str) -> None:
+        """Called once by the router that owns this balancer; creates the buffers.
+
+        Raises:
+            ValueError: if this instance already serves a router, or does not fit the router's `score`.
+        """
+        if self.num_experts:
+            raise ValueError(
+                f"this {type(self).__name__} already belongs to a router; every router needs its own instance "
+                "(build them per layer, for instance with make_balancers)"
+            )
+        self.num_experts, self.top_k, self.score = num_experts, top_k, score
+        self.build()
+
+    def build(self) -> None:
+        """Create buffers with `add_state` and `add_statistic`; `num_experts`, `top_k` and `score` are known here."""
+
+    def selection_bias(self, selection: Tensor, mask: Tensor | None) -> Tensor | None:
+        """The bias, (E,) or (T, E), to add to `selection` (T, E), which is the logits or the scores as `space` says."""
+        return None
+
+    def inject(self, routing: Routing, documents: Tensor) -> Injection:
+        """The gradient to add in this forward. `documents` (T,) int64 numbers the document of each token, from 0.
+
+        Runs without autograd, in training only, and again when activation checkpointing recomputes: change nothing here.
+        """
+        raise NotImplementedError  # a router asks only those who answer
+
+    def observe(self, routing: Routing) -> None:
+        """Remember what the step's update will need. Called once per training forward, never in eval or in recomputation."""
+
+    def update(self) -> Update:
+        """Once per optimizer step: yield local sums (a tensor or a tuple of tensors), receive them summed over all ranks.
+
+        Integer sums are exact and floating-point sums are added in rank order. Every rank must yield the same shapes
+        and dtypes in the same order, whatever its data. Change buffers in place.
+        """
+        return
+        yield
+
+    def report(self) -> dict[str, Tensor]:
+        """{metric: 0-dim tensor} to add to the step's report, after the update."""
+        return {}
+
+
+def require_nonnegative(balancer: str, **values: float) -> None:
+    for name, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{balancer}: {name}={value}; it must be >= 0 (0 switches it off)")
+
+
+def set_centred(bias_E: Tensor, new_bias_E: Tensor) -> None:
+    """bias <- new_bias - mean(new_bias), in place. Adding one number to every expert's bias changes no choice.
+
+    An expert whose new bias is not finite (nobody could choose it in this step) keeps its old one.
+    """
+    kept_E = torch.where(new_bias_E.isfinite(), new_bias_E.to(bias_E.dtype), bias_E)
+    bias_E.copy_(kept_E - kept_E.mean())

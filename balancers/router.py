@@ -1,0 +1,301 @@
+"""The router: a float32 gate, a list of balancers, and the bookkeeping of one optimizer step.
+
+Shape suffixes: T tokens (all leading dimensions flattened), D model width, E experts, K experts per token.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Generator, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from . import metrics
+from .balancer import Balancer, FixedDtypeModule
+from .collective import PerRank, Sums
+from .distribution import real_tokens
+from .inject import InjectGradient
+from .registry import make_balancers
+from .report import LayerSums
+from .routing import NanPolicy, Routing, Score, Space, at_least_float32, check_options, combine_weights, flatten_mask, route
+
+
+class Router(FixedDtypeModule):
+    """Chooses K of E experts for every token and keeps their load even.
+
+    Args:
+        d_model: width of the input, or None for a router without a gate, whose forward takes logits.
+        num_experts: E.
+        top_k: K, 1 <= K <= E.
+        balancers: "eqb+lei", a list of names, {name: ..., option: ...} dicts, Balancer classes or instances, or nothing.
+        score, normalize, scale, num_groups, group_top_k, nan: as in `route`.
+        init_std: standard deviation of the gate's initial weights.
+        measure_residual: keep the step's selection values (4 T E bytes) and report the same-batch residual: MaxVio of the
+            step's own tokens under the bias that the step produced. Costs one more collective.
+
+    The gate computes in float32 whatever the input's dtype, also under autocast. Balancer state keeps its dtype through
+    `.to(bfloat16)`. In eval mode nothing is observed and no buffer changes.
+    """
+
+    def __init__(
+        self,
+        d_model: int | None,
+        num_experts: int,
+        top_k: int,
+        *,
+        balancers: Any = (),
+        score: Score = "sigmoid",
+        normalize: bool = False,
+        scale: float = 1.0,
+        num_groups: int | None = None,
+        group_top_k: int | None = None,
+        nan: NanPolicy = "raise",
+        init_std: float = 0.02,
+        measure_residual: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_experts, self.top_k, self.score = num_experts, top_k, score
+        self.init_std, self.measure_residual = init_std, measure_residual
+        self.weight = None if d_model is None else nn.Parameter(torch.empty(num_experts, d_model))
+        built = make_balancers(balancers)
+        self.space: Space = _space_of(built)
+        self.options: dict[str, Any] = {
+            "score": score,
+            "normalize": normalize,
+            "scale": scale,
+            "num_groups": num_groups,
+            "group_top_k": group_top_k,
+            "nan": nan,
+            "space": self.space,
+        }
+        check_options(num_experts, top_k, score, num_groups, group_top_k, nan, self.space)
+        for balancer in built:
+            balancer.bind(num_experts, top_k, score)
+        self.balancers = nn.ModuleList(built)
+        self.with_loss = [balancer for balancer in built if type(balancer).inject is not Balancer.inject]
+
+        self.register_buffer("loss_grad", torch.ones(()), persistent=False)  # filled by anchor_loss, see inject.py
+        self.add_statistic("counts", (num_experts,))
+        self.add_statistic("tokens")
+        self.add_statistic("microbatches")  # those with at least one real token
+        self.add_statistic("agreed")  # choices that the router would have made without a bias
+        self.add_statistic("nan_rows")
+        self.add_statistic("local_maxvio_sum", dtype=torch.float64)
+        self.add_statistic("local_maxvio_worst", dtype=torch.float64)
+        self.add_statistic("loss_sums", (len(self.with_loss),), dtype=torch.float64)
+        self.selections: list[tuple[Tensor, Tensor | None]] = []  # for the residual
+        self._never_balanced = _NeverBalanced()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the gate and every buffer, those of the balancers too (also after `to_empty`)."""
+        super().reset_parameters()
+        with torch.no_grad():
+            if self.weight is not None:
+                self.weight.normal_(std=self.init_std)
+            self.loss_grad.fill_(1.0)
+            for balancer in self.balancers:
+                balancer.reset_parameters()
+
+    def forward(
+        self, x: Tensor, *, mask: Tensor | None = None, replay: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> Routing:
+        """Route `x` (..., D), or (..., E) logits where there is no gate.
+
+        Args:
+            mask: (...) bool, True = real token.
+            replay: (..., K) expert ids to use instead of the top-k.
+            document_ids: (...) integers; a document is a run of equal ids in a row. Default: each row is one document.
+
+        Returns:
+            Routing over T = all leading dimensions flattened.
+        """
+        if self.weight is not None and x.shape[-1] != self.weight.shape[1]:
+            raise ValueError(f"input has width {x.shape[-1]}; this router was built with d_model={self.weight.shape[1]}")
+        logits = self._gate(x)
+        if logits.shape[-1] != self.num_experts:
+            raise ValueError(f"logits have {logits.shape[-1]} columns; this router has num_experts={self.num_experts}")
+
+        bias = self._selection_bias(logits, mask)
+        routing = route(logits, self.top_k, bias=bias, mask=mask, replay=replay, **self.options)
+        if not self.training:
+            return routing
+        return self._train_step(routing, biased=bias is not None, documents=_document_numbers(document_ids, x))
+
+    def _gate(self, x: Tensor) -> Tensor:
+        x = at_least_float32(x)
+        if self.weight is None:
+            return x
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, self.weight.to(x.dtype))
+
+    def _selection_bias(self, logits: Tensor, mask: Tensor | None) -> Tensor | None:
+        for balancer in self.balancers:
+            if balancer.sets_bias:
+                rows = logits.detach().reshape(-1, self.num_experts)
+                with torch.no_grad():
+                    return balancer.selection_bias(rows, flatten_mask(mask, logits.shape[:-1]))
+        return None
+
+    def _train_step(self, routing: Routing, *, biased: bool, documents: Tensor) -> Routing:
+        """Observe, and inject the gradients of all balancers into the scores."""
+        with torch.no_grad():
+            observing = not _in_backward()
+            if observing:
+                self._observe(routing, biased)
+            injections = [balancer.inject(routing, documents) for balancer in self.with_loss]
+            if observing and injections:
+                values = torch.stack([injection.value for injection in injections])
+                self.loss_sums += torch.where(routing.counts.sum() > 0, values, 0.0)
+        scores_grad = _sum(injection.scores for injection in injections)
+        logits_grad = _sum(injection.logits for injection in injections)
+        if scores_grad is None and logits_grad is None:
+            return routing
+        scores = InjectGradient.apply(routing.scores, routing.logits, scores_grad, logits_grad, self.loss_grad)
+        weights = combine_weights(scores, routing.indices, routing.mask, self.options["normalize"], self.options["scale"])
+        return dataclasses.replace(routing, scores=scores, weights=weights)
+
+    def _observe(self, routing: Routing, biased: bool) -> None:
+        self._never_balanced.check(self)
+        tokens = real_tokens(routing)
+        some = (tokens > 0).long()
+        self.counts += routing.counts
+        self.tokens += tokens
+        self.microbatches += some
+        self.nan_rows += routing.nan_rows
+        local = torch.where(tokens > 0, metrics.max_vio(routing.counts), 0.0)
+        self.local_maxvio_sum += local
+        self.local_maxvio_worst.copy_(
+            torch.where(tokens > 0, torch.maximum(self.local_maxvio_worst, local), self.local_maxvio_worst)
+        )
+        if biased:
+            # A chosen expert among the K largest raw values is one the router would have chosen by itself.
+            kth_T1 = routing.selection.topk(self.top_k, dim=-1).values[:, -1:]
+            agreed_TK = routing.selection.gather(1, routing.indices) >= kth_T1
+            if routing.mask is not None:
+                agreed_TK = agreed_TK & routing.mask[:, None]
+            self.agreed += agreed_TK.sum()
+            if self.measure_residual:
+                self.selections.append((routing.selection, routing.mask))
+        for balancer in self.balancers:
+            balancer.observe(routing)
+
+    def step_sums(self) -> Generator[Sums, Any, LayerSums]:
+        """One round: what the report needs, summed over ranks."""
+        integers, floats, worst = yield (
+            torch.cat([self.counts, torch.stack([self.tokens, self.microbatches, self.agreed, self.nan_rows])]),
+            torch.cat([self.local_maxvio_sum[None], self.loss_sums]),
+            PerRank(self.local_maxvio_worst),
+        )
+        return LayerSums(
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            biased=any(balancer.sets_bias for balancer in self.balancers),
+            counts=integers[: self.num_experts],
+            tokens=integers[-4],
+            microbatches=integers[-3],
+            agreed=integers[-2],
+            nan_rows=integers[-1],
+            local_maxvio_sum=floats[0],
+            local_maxvio_worst=worst.max(),
+            loss_names=tuple(balancer.name for balancer in self.with_loss),
+            loss_sums=floats[1:],
+        )
+
+    def residual_counts(self) -> Generator[Sums, Any, Tensor]:
+        """One round: (E,) counts of the step's own tokens, routed again with the bias that the step has just produced."""
+        counts = torch.zeros_like(self.counts)
+        for selection, mask in self.selections:
+            bias = next(b.selection_bias(selection, mask) for b in self.balancers if b.sets_bias)
+            counts += route(selection, self.top_k, bias=bias, score="identity", mask=mask).counts
+        total = yield counts
+        return total
+
+    def reset_statistics(self) -> None:
+        super().reset_statistics()
+        self.selections.clear()
+
+    def end_step(self) -> None:
+        """Forget the step, here and in the balancers."""
+        self._never_balanced.balanced()
+        self.reset_statistics()
+        self.loss_grad.fill_(1.0)
+        for balancer in self.balancers:
+            balancer.reset_statistics()
+
+    def extra_repr(self) -> str:
+        width = "no gate" if self.weight is None else f"d_model={self.weight.shape[1]}"
+        return f"{width}, num_experts={self.num_experts}, top_k={self.top_k}, score={self.score}"
+
+
+def routers(model: nn.Module) -> dict[str, Router]:
+    """Every router of a model by its qualified name, wherever it sits, in module order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+
+
+class _NeverBalanced:
+    """Warns, once, when training goes on and `balance_step` is never called: the balancers would silently do nothing.
+
+    An optimizer step is seen by the gate's weight having changed in place.
+    """
+
+    # A learning-rate warm-up test or a manual edit may touch the weight once or twice; three steps are a training run.
+    PATIENCE = 3
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.changes = 0
+        self.silent = False
+
+    def balanced(self) -> None:
+        self.silent = True
+
+    def check(self, router: Router) -> None:
+        if self.silent or torch.compiler.is_compiling() or router.weight is None or not len(router.balancers):
+            return
+        version = router.weight._version
+        if self.version is not None and version != self.version:
+            self.changes += 1
+        self.version = version
+        if self.changes >= self.PATIENCE:
+            self.silent = True
+            warnings.warn(
+                f"a Router with {', '.join(b.name for b in router.balancers)} has trained for {self.changes} optimizer steps "
+                "without balance_step: its biases and averages never change. Call evenload.balance_step(model) once per "
+                "optimizer step, or evenload.attach(model, optimizer) once.",
+                stacklevel=2,
+            )
+
+
+def _in_backward() -> bool:
+    """True while autograd runs: a forward in there is activation checkpointing computing the same tokens again."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _space_of(balancers: Iterable[Balancer]) -> Space:
+    """Where selection happens: what the balancer with the bias says, and on raw logits where there is none."""
+    biased = [balancer for balancer in balancers if balancer.sets_bias]
+    if len(biased) > 1:
+        names = " and ".join(balancer.name for balancer in biased)
+        raise ValueError(f"{names} both set the selection bias; keep one of them (gradient balancers such as lei can be added)")
+    return biased[0].space if biased else "logits"
+
+
+def _document_numbers(document_ids: Tensor | None, x: Tensor) -> Tensor:
+    """(T,) int64: which document each token belongs to, numbered from 0 in order; rows never share one."""
+    leading = x.shape[:-1]
+    if document_ids is None:
+        starts = torch.zeros(leading, dtype=torch.bool, device=x.device)
+    elif document_ids.shape != leading:
+        raise ValueError(f"document_ids have shape {tuple(document_ids.shape)}; the input's leading shape is {tuple(leading)}")
+    else:
+        starts = F.pad(document_ids[..., 1:] != document_ids[..., :-1], (1, 0))
+    starts[..., :1] = True
+    return starts.flatten().cumsum(dim=0) - 1
+
+
+def _sum(tensors: Iterable[Tensor | None]) -> Tensor | None:
+    present = [tensor for tensor in tensors if tensor is not None]
+    return sum(present[1:], present[0]) if present else None

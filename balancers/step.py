@@ -1,0 +1,83 @@
+"""Once per optimizer step: all balancers of a model, together."""
+
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from .collective import Collective, run_lockstep
+from .report import BalanceReport
+from .router import routers
+
+
+@torch.no_grad()
+def balance_step(
+    model: nn.Module, group: dist.ProcessGroup | None = None, *, collective: Collective = "all_reduce"
+) -> BalanceReport:
+    """Update every balancer of `model` from all tokens of the optimizer step, and report the step's balance.
+
+    Call it once per optimizer step, after the step's last forward, on every rank alike. All layers share one collective per
+    round: two for EQB, one for the others, none on a single rank. A rank without tokens takes part; a step without any token
+    changes no bias.
+
+    Args:
+        group: the ranks that hold DISTINCT tokens of the step (data parallel x context parallel; not tensor parallel, whose
+            ranks see the same tokens). None = all ranks.
+        collective: how sums travel, "all_reduce" or "all_gather". The result is the same to the bit: integers are exact
+            either way, and floating-point sums are added in rank order either way. See docs/decisions/0002-collective.md.
+
+    Raises:
+        ValueError: if the model has no Router.
+    """
+    found = routers(model)
+    if not found:
+        raise ValueError(
+            f"balance_step found no Router in this {type(model).__name__}; build the model with evenload.Router, "
+            "or pass the module that holds it"
+        )
+    layers = list(found.values())
+    updates = [balancer.update() for layer in layers for balancer in layer.balancers]
+    sums = run_lockstep([*(layer.step_sums() for layer in layers), *updates], group, collective)[: len(layers)]
+
+    measured = [layer for layer in layers if layer.measure_residual and any(b.sets_bias for b in layer.balancers)]
+    counts = dict(zip(measured, run_lockstep([layer.residual_counts() for layer in measured], group, collective), strict=True))
+    report = BalanceReport(
+        names=tuple(found),
+        sums=tuple(sums),
+        extras=tuple({k: v for b in layer.balancers for k, v in b.report().items()} for layer in layers),
+        residual_counts=tuple(counts.get(layer) for layer in layers),
+    )
+    for layer in layers:
+        layer.end_step()
+    return report
+
+
+class Attachment:
+    """What `attach` returns: `report` is the latest BalanceReport (None before the first step); `remove()` undoes it."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup | None, collective: Collective) -> None:
+        self.report: BalanceReport | None = None
+        self._arguments = (model, group, collective)
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
+
+    def remove(self) -> None:
+        self._hook.remove()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        model, group, collective = self._arguments
+        self.report = balance_step(model, group, collective=collective)
+
+
+def attach(
+    model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup | None = None, *, collective: Collective = "all_reduce"
+) -> Attachment:
+    """Call `balance_step(model, group)` before every `optimizer.step()`, for training loops that are not yours to change.
+
+    Raises:
+        ValueError: if the model has no Router.
+    """
+    if not routers(model):
+        raise ValueError(f"attach found no Router in this {type(model).__name__}; pass the module that holds it")
+    return Attachment(model, optimizer, group, collective)
