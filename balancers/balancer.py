@@ -117,9 +117,9 @@ class Balancer(FixedDtypeModule):
     def build(self) -> None:
         """Create buffers with `add_state` and `add_statistic`; `num_experts`, `top_k` and `score` are known here."""
 
-    def selection_bias(self, selection: Tensor, mask: Tensor | None) -> Tensor | None:
+    def selection_bias(self, selection: Tensor, mask: Tensor | None) -> Tensor:
         """The bias, (E,) or (T, E), to add to `selection` (T, E), which is the logits or the scores as `space` says."""
-        return None
+        raise NotImplementedError  # a router asks only those with sets_bias
 
     def inject(self, routing: Routing, documents: Tensor) -> Injection:
         """The gradient to add in this forward. `documents` (T,) int64 numbers the document of each token, from 0.

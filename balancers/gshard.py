@@ -62,7 +62,7 @@ class GShardLoss(Balancer):
             load_TE = self._document_load(routing, documents)
         else:
             counts_E = self.step_counts if self.scope == "global" else routing.counts
-            load_TE = (counts_E / counts_E.sum().clamp(min=1)).to(probs_TE.dtype).expand_as(probs_TE)
+            load_TE = (counts_E.to(probs_TE.dtype) / counts_E.sum().clamp(min=1)).expand_as(probs_TE)
         strength = self.coeff * self.num_experts
         value = strength * real_mean((load_TE * probs_TE).sum(dim=-1), routing)
         gradient_TE = load_TE * (strength / real_tokens(routing).clamp(min=1))

@@ -56,8 +56,8 @@ class LoadErrorInjection(Balancer):
             counts_E = counts_E.clone()
             dist.all_reduce(counts_E, group=self.group)
         assigned = counts_E.sum()
-        error_E = counts_E * self.num_experts / assigned.clamp(min=1) - 1
-        error_E = torch.where(assigned > 0, error_E, 0.0).to(routing.scores.dtype)
+        error_E = counts_E.to(routing.scores.dtype) * self.num_experts / assigned.clamp(min=1) - 1
+        error_E = torch.where(assigned > 0, error_E, 0.0)
         excess = error_E.abs().max() / self.tau
         bounded_E = error_E * torch.where(excess > 0, torch.tanh(excess) / excess, 1.0)
 

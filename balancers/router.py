@@ -17,6 +17,7 @@ from .balancer import Balancer, FixedDtypeModule
 from .collective import PerRank, Sums
 from .distribution import real_tokens
 from .inject import InjectGradient
+from .recompute import first_sight
 from .registry import make_balancers
 from .report import LayerSums
 from .routing import NanPolicy, Routing, Score, Space, at_least_float32, check_options, combine_weights, flatten_mask, route
@@ -114,41 +115,42 @@ class Router(FixedDtypeModule):
         """
         if self.weight is not None and x.shape[-1] != self.weight.shape[1]:
             raise ValueError(f"input has width {x.shape[-1]}; this router was built with d_model={self.weight.shape[1]}")
-        logits = self._gate(x)
+        flatten_mask(mask, x.shape[:-1])  # refuses a wrong shape or dtype before the mask is used
+        logits = self._gate(x, mask)
         if logits.shape[-1] != self.num_experts:
             raise ValueError(f"logits have {logits.shape[-1]} columns; this router has num_experts={self.num_experts}")
 
-        bias = self._selection_bias(logits, mask)
+        biasing = self.biasing
+        bias = None if biasing is None else biasing.selection_bias
         routing = route(logits, self.top_k, bias=bias, mask=mask, replay=replay, **self.options)
-        if not self.training:
-            return routing
-        return self._train_step(routing, biased=bias is not None, documents=_document_numbers(document_ids, x))
+        return self._train_step(routing, _document_numbers(document_ids, x)) if self.training else routing
 
-    def _gate(self, x: Tensor) -> Tensor:
+    @property
+    def biasing(self) -> Balancer | None:
+        """The balancer that sets the selection bias, if there is one."""
+        return next((balancer for balancer in self.balancers if balancer.sets_bias), None)
+
+    def _gate(self, x: Tensor, mask: Tensor | None) -> Tensor:
         x = at_least_float32(x)
         if self.weight is None:
             return x
+        if mask is not None:
+            x = x.masked_fill(
+                ~mask[..., None], 0.0
+            )  # 0 times the NaN of a padding row would still be NaN in the weight's gradient
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x, self.weight.to(x.dtype))
 
-    def _selection_bias(self, logits: Tensor, mask: Tensor | None) -> Tensor | None:
-        for balancer in self.balancers:
-            if balancer.sets_bias:
-                rows = logits.detach().reshape(-1, self.num_experts)
-                with torch.no_grad():
-                    return balancer.selection_bias(rows, flatten_mask(mask, logits.shape[:-1]))
-        return None
-
-    def _train_step(self, routing: Routing, *, biased: bool, documents: Tensor) -> Routing:
+    def _train_step(self, routing: Routing, documents: Tensor) -> Routing:
         """Observe, and inject the gradients of all balancers into the scores."""
         with torch.no_grad():
-            observing = not _in_backward()
-            if observing:
-                self._observe(routing, biased)
+            seen = first_sight(routing)
+            if seen is not None:
+                self._observe(seen)
             injections = [balancer.inject(routing, documents) for balancer in self.with_loss]
-            if observing and injections:
+            if seen is not None and injections:
                 values = torch.stack([injection.value for injection in injections])
-                self.loss_sums += torch.where(routing.counts.sum() > 0, values, 0.0)
+                self.loss_sums += torch.where(seen.counts.sum() > 0, values, 0.0)
         scores_grad = _sum(injection.scores for injection in injections)
         logits_grad = _sum(injection.logits for injection in injections)
         if scores_grad is None and logits_grad is None:
@@ -157,7 +159,7 @@ class Router(FixedDtypeModule):
         weights = combine_weights(scores, routing.indices, routing.mask, self.options["normalize"], self.options["scale"])
         return dataclasses.replace(routing, scores=scores, weights=weights)
 
-    def _observe(self, routing: Routing, biased: bool) -> None:
+    def _observe(self, routing: Routing) -> None:
         self._never_balanced.check(self)
         tokens = real_tokens(routing)
         some = (tokens > 0).long()
@@ -170,7 +172,7 @@ class Router(FixedDtypeModule):
         self.local_maxvio_worst.copy_(
             torch.where(tokens > 0, torch.maximum(self.local_maxvio_worst, local), self.local_maxvio_worst)
         )
-        if biased:
+        if self.biasing is not None:
             # A chosen expert among the K largest raw values is one the router would have chosen by itself.
             kth_T1 = routing.selection.topk(self.top_k, dim=-1).values[:, -1:]
             agreed_TK = routing.selection.gather(1, routing.indices) >= kth_T1
@@ -192,7 +194,7 @@ class Router(FixedDtypeModule):
         return LayerSums(
             num_experts=self.num_experts,
             top_k=self.top_k,
-            biased=any(balancer.sets_bias for balancer in self.balancers),
+            biased=self.biasing is not None,
             counts=integers[: self.num_experts],
             tokens=integers[-4],
             microbatches=integers[-3],
@@ -208,8 +210,7 @@ class Router(FixedDtypeModule):
         """One round: (E,) counts of the step's own tokens, routed again with the bias that the step has just produced."""
         counts = torch.zeros_like(self.counts)
         for selection, mask in self.selections:
-            bias = next(b.selection_bias(selection, mask) for b in self.balancers if b.sets_bias)
-            counts += route(selection, self.top_k, bias=bias, score="identity", mask=mask).counts
+            counts += route(selection, self.top_k, bias=self.biasing.selection_bias, score="identity", mask=mask).counts
         total = yield counts
         return total
 
@@ -267,11 +268,6 @@ class _NeverBalanced:
                 "optimizer step, or evenload.attach(model, optimizer) once.",
                 stacklevel=2,
             )
-
-
-def _in_backward() -> bool:
-    """True while autograd runs: a forward in there is activation checkpointing computing the same tokens again."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _space_of(balancers: Iterable[Balancer]) -> Space:

@@ -20,7 +20,7 @@ NanPolicy = Literal["raise", "route"]
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "softmax": lambda logits: torch.softmax(logits, dim=-1),
-    "identity": lambda logits: logits,
+    "identity": lambda logits: logits.view_as(logits),  # a tensor of its own: dynamo refuses one tensor in two roles
 }
 SPACES = ("logits", "scores")
 NAN_POLICIES = ("raise", "route")
@@ -58,7 +58,7 @@ def route(
     logits: Tensor,
     top_k: int,
     *,
-    bias: Tensor | None = None,
+    bias: Tensor | Callable[[Tensor, Tensor | None], Tensor] | None = None,
     score: Score = "sigmoid",
     normalize: bool = False,
     scale: float = 1.0,
@@ -74,7 +74,8 @@ def route(
     Args:
         logits: (..., E) router logits of any floating dtype; leading dimensions are flattened to T.
         top_k: K, experts per token, 1 <= K <= E.
-        bias: (E,) or (T, E), ADDED to the selection values; it never touches the weights.
+        bias: (E,) or (T, E), ADDED to the selection values; it never touches the weights. Or a function that makes it
+            from the selection values (T, E) and the flat mask.
         score: how logits become scores, in float32.
         normalize: divide a token's K weights by their sum.
         scale: multiply the weights at the end.
@@ -100,6 +101,8 @@ def route(
 
     scores_TE = SCORES[score](logits_TE)
     selection_TE = (logits_TE if space == "logits" else scores_TE).detach()
+    if callable(bias):
+        bias = bias(selection_TE, mask_T)
     biased_TE = selection_TE if bias is None else selection_TE + _checked_bias(bias, selection_TE)
     if num_groups is not None and group_top_k is not None:
         ruled_out_TE = ~_allowed(biased_TE, num_groups, group_top_k)

@@ -41,7 +41,7 @@ def balance_step(
     updates = [balancer.update() for layer in layers for balancer in layer.balancers]
     sums = run_lockstep([*(layer.step_sums() for layer in layers), *updates], group, collective)[: len(layers)]
 
-    measured = [layer for layer in layers if layer.measure_residual and any(b.sets_bias for b in layer.balancers)]
+    measured = [layer for layer in layers if layer.measure_residual and layer.biasing is not None]
     counts = dict(zip(measured, run_lockstep([layer.residual_counts() for layer in measured], group, collective), strict=True))
     report = BalanceReport(
         names=tuple(found),
