@@ -28,6 +28,8 @@ class ExactQuantile(Balancer):
 
     name: ClassVar[str] = "eqb"
     sets_bias: ClassVar[bool] = True
+    bias: Tensor
+    tokens: Tensor
 
     def __init__(self, space: Space = "logits") -> None:
         super().__init__()

@@ -32,6 +32,7 @@ class GShardLoss(Balancer):
     """
 
     name: ClassVar[str] = "gshard"
+    step_counts: Tensor
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels import uniform_histogram
 from .balancer import Balancer, Update, set_centred
 from .distribution import real_tokens
-from .routing import Routing
+from .routing import Routing, Space
 
 
 class HistogramQuantile(Balancer):
@@ -28,7 +28,10 @@ class HistogramQuantile(Balancer):
 
     name: ClassVar[str] = "qb_histogram"
     sets_bias: ClassVar[bool] = True
-    space = "scores"
+    space: Space = "scores"
+    bias: Tensor
+    histogram: Tensor
+    tokens: Tensor
 
     def __init__(self, bins: int = 1000) -> None:
         super().__init__()

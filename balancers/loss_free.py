@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .balancer import Balancer, Update, require_nonnegative, set_centred
-from .routing import Routing
+from .routing import Routing, Space
 
 
 class LossFree(Balancer):
@@ -20,7 +20,9 @@ class LossFree(Balancer):
 
     name: ClassVar[str] = "loss_free"
     sets_bias: ClassVar[bool] = True
-    space = "scores"
+    space: Space = "scores"
+    bias: Tensor
+    counts: Tensor
 
     def __init__(self, rate: float = 1e-3, centred: bool = True) -> None:
         super().__init__()

@@ -41,6 +41,9 @@ class PhiBalancing(Balancer):
     """
 
     name: ClassVar[str] = "phi"
+    mean: Tensor
+    share_sum: Tensor
+    tokens: Tensor
 
     def __init__(
         self,
@@ -100,15 +103,15 @@ class PhiBalancing(Balancer):
 
 def potential_order(potential: Potential) -> float:
     """The q of a potential's q-logarithm; refuses what is not strictly convex."""
-    kind, *order = (potential,) if isinstance(potential, str) else tuple(potential)
-    if kind == "negentropy" and not order:
-        return 1.0
-    if kind == "quadratic" and not order:
-        return 2.0
-    if kind == "lp" and len(order) == 1 and float(order[0]) > 1:
-        return float(order[0])
-    if kind == "tsallis" and len(order) == 1 and float(order[0]) > 0:
-        return float(order[0])
+    if isinstance(potential, str):
+        fixed = {"negentropy": 1.0, "quadratic": 2.0}
+        if potential in fixed:
+            return fixed[potential]
+    elif len(potential) == 2:
+        kind, order = potential
+        convex_above = {"lp": 1.0, "tsallis": 0.0}
+        if kind in convex_above and float(order) > convex_above[kind]:
+            return float(order)
     raise ValueError(
         f"PhiBalancing: potential={potential!r}; choose 'negentropy', 'quadratic', ('lp', p) with p > 1, "
         "or ('tsallis', q) with q > 0"

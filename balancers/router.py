@@ -5,8 +5,8 @@ Shape suffixes: T tokens (all leading dimensions flattened), D model width, E ex
 
 import dataclasses
 import warnings
-from collections.abc import Generator, Iterable
-from typing import Any
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,18 @@ class Router(FixedDtypeModule):
     The gate computes in float32 whatever the input's dtype, also under autocast. Balancer state keeps its dtype through
     `.to(bfloat16)`. In eval mode nothing is observed and no buffer changes.
     """
+
+    balancers: Sequence[Balancer]  # an nn.ModuleList
+    loss_grad: Tensor
+    # sums over the step so far
+    counts: Tensor
+    tokens: Tensor
+    microbatches: Tensor
+    agreed: Tensor
+    nan_rows: Tensor
+    local_maxvio_sum: Tensor
+    local_maxvio_worst: Tensor
+    loss_sums: Tensor
 
     def __init__(
         self,
@@ -74,7 +86,7 @@ class Router(FixedDtypeModule):
         check_options(num_experts, top_k, score, num_groups, group_top_k, nan, self.space)
         for balancer in built:
             balancer.bind(num_experts, top_k, score)
-        self.balancers = nn.ModuleList(built)
+        self.balancers = cast(Sequence[Balancer], nn.ModuleList(built))
         self.with_loss = [balancer for balancer in built if type(balancer).inject is not Balancer.inject]
 
         self.register_buffer("loss_grad", torch.ones(()), persistent=False)  # filled by anchor_loss, see inject.py
@@ -206,11 +218,11 @@ class Router(FixedDtypeModule):
             loss_sums=floats[1:],
         )
 
-    def residual_counts(self) -> Generator[Sums, Any, Tensor]:
+    def residual_counts(self, biasing: Balancer) -> Generator[Sums, Any, Tensor]:
         """One round: (E,) counts of the step's own tokens, routed again with the bias that the step has just produced."""
         counts = torch.zeros_like(self.counts)
         for selection, mask in self.selections:
-            counts += route(selection, self.top_k, bias=self.biasing.selection_bias, score="identity", mask=mask).counts
+            counts += route(selection, self.top_k, bias=biasing.selection_bias, score="identity", mask=mask).counts
         total = yield counts
         return total
 
@@ -288,6 +300,7 @@ def _document_numbers(document_ids: Tensor | None, x: Tensor) -> Tensor:
         raise ValueError(f"document_ids have shape {tuple(document_ids.shape)}; the input's leading shape is {tuple(leading)}")
     else:
         starts = F.pad(document_ids[..., 1:] != document_ids[..., :-1], (1, 0))
+    starts = torch.atleast_1d(starts)
     starts[..., :1] = True
     return starts.flatten().cumsum(dim=0) - 1
 

@@ -25,6 +25,9 @@ class ShardQuantile(Balancer):
 
     name: ClassVar[str] = "qb"
     sets_bias: ClassVar[bool] = True
+    bias: Tensor
+    quantile_sum: Tensor
+    shards: Tensor
 
     def __init__(self, ema: float = 0.0) -> None:
         super().__init__()

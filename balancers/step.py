@@ -41,8 +41,9 @@ def balance_step(
     updates = [balancer.update() for layer in layers for balancer in layer.balancers]
     sums = run_lockstep([*(layer.step_sums() for layer in layers), *updates], group, collective)[: len(layers)]
 
-    measured = [layer for layer in layers if layer.measure_residual and layer.biasing is not None]
-    counts = dict(zip(measured, run_lockstep([layer.residual_counts() for layer in measured], group, collective), strict=True))
+    measured = {layer: layer.biasing for layer in layers if layer.measure_residual and layer.biasing is not None}
+    again = [layer.residual_counts(biasing) for layer, biasing in measured.items()]
+    counts = dict(zip(measured, run_lockstep(again, group, collective), strict=True))
     report = BalanceReport(
         names=tuple(found),
         sums=tuple(sums),
