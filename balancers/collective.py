@@ -75,7 +75,9 @@ def _combine(parts: list[Tensor | PerRank], group: dist.ProcessGroup | None, col
         summed_flat, table = message[: summed_flat.numel()], message[summed_flat.numel() :].view(world, -1)
     else:
         message = apart_flat.new_empty(world * apart_flat.numel())
-        dist.all_gather_into_tensor(message, apart_flat, group=group)
+        # torch 2.13 renamed it, and warns about the old name.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(message, apart_flat, group=group)
         table = message.view(world, -1)
 
     totals = []

@@ -14,20 +14,27 @@ from .routing import Routing
 
 def first_sight(routing: Routing) -> Routing | None:
     """What a router should observe of `routing`: all of it, or nothing (None, or no real token) in a recomputation."""
-    if not torch.compiler.is_compiling():
-        return routing if _autograd_is_idle() else None
-    idle = torch.ops.evenload.autograd_is_idle(routing.scores)
+    idle = autograd_is_idle(routing.scores)
+    if isinstance(idle, bool):
+        return routing if idle else None
     real_T = idle.expand(routing.indices.shape[0]) if routing.mask is None else routing.mask & idle
     return dataclasses.replace(routing, mask=real_T, counts=routing.counts * idle, nan_rows=routing.nan_rows * idle)
 
 
-def _autograd_is_idle() -> bool:
+def autograd_is_idle(like: Tensor) -> bool | Tensor:
+    """Whether this forward is the first for its tokens; in compiled code a 0-dim bool tensor on the device of `like`."""
+    if torch.compiler.is_compiling():
+        return torch.ops.evenload.autograd_is_idle(like)
+    return _idle_now()
+
+
+def _idle_now() -> bool:
     return torch._C._current_graph_task_id() == -1
 
 
 @torch.library.custom_op("evenload::autograd_is_idle", mutates_args=())
 def _autograd_is_idle_op(like: Tensor) -> Tensor:
-    return torch.full((), _autograd_is_idle(), device=like.device)
+    return torch.full((), _idle_now(), device=like.device)
 
 
 @_autograd_is_idle_op.register_fake

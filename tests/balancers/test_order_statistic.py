@@ -74,18 +74,24 @@ def test_refuses(values, rank, complaint):
 
 
 def collectives_of_a_model(rank, group, spec, layers, collective):
-    """How many collectives one balance_step starts, and how many bytes each rank puts into them."""
+    """The collectives that one balance_step starts, by name."""
     model = torch.nn.ModuleList(Router(None, 16, 2, balancers=spec) for _ in range(layers))
     for router in model:
         router(torch.randn(8, 16))
     calls = []
-    originals = dist.all_reduce, dist.all_gather_into_tensor
-    dist.all_reduce = lambda tensor, **kw: (calls.append(tensor.numel() * 8), originals[0](tensor, **kw))
-    dist.all_gather_into_tensor = lambda out, tensor, **kw: (calls.append(tensor.numel() * 8), originals[1](out, tensor, **kw))
+
+    def counted(original):
+        return lambda *args, **kw: (calls.append(original.__name__), original(*args, **kw))
+
+    everything = [name for name in vars(dist) if name.startswith(("all_", "reduce", "broadcast", "gather", "scatter", "send"))]
+    originals = {name: getattr(dist, name) for name in everything if callable(getattr(dist, name))}
     try:
+        for name, original in originals.items():
+            setattr(dist, name, counted(original))
         balance_step(model, group, collective=collective)
     finally:
-        dist.all_reduce, dist.all_gather_into_tensor = originals
+        for name, original in originals.items():
+            setattr(dist, name, original)
     return calls
 
 
@@ -95,5 +101,6 @@ def test_a_whole_model_costs_one_collective_per_round(ranks, spec, rounds, colle
     for layers in (1, 7):
         for calls in ranks.run(2, collectives_of_a_model, spec, layers, collective):
             assert len(calls) == rounds
+            assert all(call.startswith(collective) for call in calls)
     for calls in ranks.run(1, collectives_of_a_model, spec, 3, collective):
         assert calls == []

@@ -1,0 +1,30 @@
+"""GPT-MoE: a decoder whose mixture-of-experts layers take any router, and the parts it is made of."""
+
+from .attention import Attention, SequenceContext, sequence_context
+from .config import GPTConfig, ParameterCount
+from .dispatch import DispatchPlan, LocalDispatcher
+from .experts import Experts
+from .gpt import GPT, Block, GPTOutput
+from .layers import DenseFFN, Linear, RMSNorm, swiglu
+from .loss import chunked_cross_entropy
+from .moe import MoELayer
+
+__all__ = [
+    "GPT",
+    "Attention",
+    "Block",
+    "DenseFFN",
+    "DispatchPlan",
+    "Experts",
+    "GPTConfig",
+    "GPTOutput",
+    "Linear",
+    "LocalDispatcher",
+    "MoELayer",
+    "ParameterCount",
+    "RMSNorm",
+    "SequenceContext",
+    "chunked_cross_entropy",
+    "sequence_context",
+    "swiglu",
+]

@@ -1,0 +1,129 @@
+"""Where tokens go: a dispatcher brings tokens to experts in expert-major rows and their outputs back.
+
+`LocalDispatcher` serves experts that all live here. A dispatcher that moves rows between ranks is another class with the
+same two methods; nothing else in an MoE layer knows the difference.
+
+Shape suffixes: T tokens, K experts per token, E experts, R rows (one per token and expert that meet), D model.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DispatchPlan:
+    """What `combine` needs to know of a `dispatch`.
+
+    Attributes:
+        slots: (R,) int64, row r holds assignment `slots[r]` = token * K + position among the token's K experts.
+        num_tokens: T.
+        top_k: K.
+        dropped: 0-dim int64, assignments of real tokens that found their expert full.
+    """
+
+    slots: Tensor
+    num_tokens: int
+    top_k: int
+    dropped: Tensor
+
+
+class LocalDispatcher:
+    """Permutes the assignments of real tokens into expert-major order; within an expert, tokens keep their order.
+
+    Without mask and capacity factor nothing waits for the device. With either, the number of rows depends on the data and is
+    read back once.
+
+    Args:
+        num_experts: E.
+        capacity_factor: None = dropless. Otherwise an expert takes its first ceil(capacity_factor * T * K / E) tokens (at most
+            T; T counts real tokens), later ones are dropped: GShard, arXiv 2006.16668, section 3.2.
+
+    Raises:
+        ValueError: if capacity_factor is not above 0.
+    """
+
+    def __init__(self, num_experts: int, capacity_factor: float | None = None) -> None:
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise ValueError(f"capacity_factor={capacity_factor}; it must be > 0, or None for dropless routing")
+        self.num_experts = num_experts
+        self.capacity_factor = capacity_factor
+
+    def dispatch(self, x: Tensor, indices: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, DispatchPlan]:
+        """Copy every real token to the rows of its experts.
+
+        Args:
+            x: (T, D).
+            indices: (T, K) integer, distinct expert ids of each token.
+            mask: (T,) bool, True = real token; padding gets no row.
+
+        Returns:
+            rows: (R, D) in x's dtype, experts in ascending order.
+            counts: (E,) int64 rows per expert.
+            plan: for `combine`.
+        """
+        num_tokens, top_k = indices.shape
+        experts_N = indices.flatten()
+        if mask is not None:
+            # Padding goes behind the last expert, and is cut off there.
+            experts_N = torch.where(mask[:, None], indices, self.num_experts).flatten()
+        sorted_N, slots_N = experts_N.sort(stable=True)
+        experts_E = torch.arange(self.num_experts + 1, device=indices.device, dtype=sorted_N.dtype)
+        starts_E1 = torch.searchsorted(sorted_N, experts_E)
+        counts_E = starts_E1.diff()
+        dropped = counts_E.new_zeros(())
+        slots_R = slots_N
+        if mask is not None:
+            slots_R = slots_N[: int(starts_E1[-1])]
+        if self.capacity_factor is not None:
+            capacity = self.capacity(num_tokens if mask is None else int(mask.sum()), top_k)
+            place_R = torch.arange(slots_R.shape[0], device=x.device) - starts_E1[sorted_N[: slots_R.shape[0]]]
+            slots_R = slots_R[place_R < capacity]
+            kept_E = counts_E.clamp(max=capacity)
+            dropped = (counts_E - kept_E).sum()
+            counts_E = kept_E
+        rows_RD = _TakeTokens.apply(x, slots_R, top_k)
+        return rows_RD, counts_E, DispatchPlan(slots_R, num_tokens, top_k, dropped)
+
+    def combine(self, rows: Tensor, weights: Tensor, plan: DispatchPlan) -> Tensor:
+        """Sum every token's expert outputs with its weights: rows (R, D), weights (T, K) -> (T, D) in rows' dtype.
+
+        The sum is in float32 (float64 for float64 rows), in the order of the token's K experts; without rows it is exactly 0.
+        """
+        inside = torch.promote_types(rows.dtype, torch.float32)
+        rows_TKD = _to_slots(rows, plan.slots, plan.num_tokens, plan.top_k)
+        return (rows_TKD.to(inside) * weights.to(inside)[:, :, None]).sum(dim=1).to(rows.dtype)
+
+    def capacity(self, num_tokens: int, top_k: int) -> int:
+        """Most tokens that one expert takes out of `num_tokens` real ones."""
+        if self.capacity_factor is None:
+            return num_tokens
+        # The tiny subtraction keeps 1.1 * 10 from becoming 12: the product is a rounding error above 11.
+        share = self.capacity_factor * num_tokens * top_k / self.num_experts
+        return min(num_tokens, math.ceil(share - 1e-9 * share))
+
+
+def _to_slots(rows_RD: Tensor, slots_R: Tensor, num_tokens: int, top_k: int) -> Tensor:
+    """(R, D) -> (T, K, D), 0 where an assignment has no row. No slot is written twice, so the order of writes cannot matter."""
+    width = rows_RD.shape[1]
+    complete = rows_RD.shape[0] == num_tokens * top_k
+    make = rows_RD.new_empty if complete else rows_RD.new_zeros
+    return make(num_tokens * top_k, width).index_copy_(0, slots_R, rows_RD).view(num_tokens, top_k, width)
+
+
+class _TakeTokens(torch.autograd.Function):
+    """rows[r] = x[slots[r] // K]. The backward sums a token's K slots in order; index_select's would add atomically."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, slots_R: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(slots_R)
+        ctx.num_tokens, ctx.top_k = x_TD.shape[0], top_k
+        return x_TD.index_select(0, slots_R // top_k)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+        (slots_R,) = ctx.saved_tensors
+        return _to_slots(grad_RD, slots_R, ctx.num_tokens, ctx.top_k).sum(dim=1), None, None

@@ -1,0 +1,180 @@
+"""A GPT-MoE decoder: pre-norm blocks of attention and experts, trained on a chunked cross-entropy.
+
+Shape suffixes: B batch, S sequence, D model, V vocabulary, L MoE layers.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..balancers import Router, anchor_loss
+from .attention import Attention, SequenceContext, sequence_context
+from .config import GPTConfig
+from .experts import Experts
+from .layers import DenseFFN, Linear, RMSNorm
+from .loss import IGNORE, chunked_cross_entropy
+from .moe import MoELayer
+
+
+@dataclass
+class GPTOutput:
+    """What a forward pass returns.
+
+    Attributes:
+        loss: 0-dim, mean over targets of the cross-entropy with its z-loss; None without targets. 0 if there is no target.
+        nll_sum: 0-dim without gradient, summed cross-entropy in nats, without z-loss; None without targets.
+        num_targets: 0-dim int64; None without targets.
+        logits: (B, S, V); None with targets, for which they never exist all at once.
+    """
+
+    loss: Tensor | None = None
+    nll_sum: Tensor | None = None
+    num_targets: Tensor | None = None
+    logits: Tensor | None = None
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + ffn(norm(x)); the feed-forward is dense in the first `num_dense_layers` blocks.
+
+    forward(x (B, S, D), context) takes its arguments by position, so that reentrant activation checkpointing can wrap it.
+    """
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        stds = {"init_std": config.init_std, "out_std": config.init_std / math.sqrt(2 * config.num_layers)}
+        self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.attention = Attention(
+            config.d_model, config.num_heads, config.num_kv_heads, config.head_width, norm_eps=config.norm_eps, **stds
+        )
+        self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.ffn: MoELayer | DenseFFN
+        if layer < config.num_dense_layers:
+            self.ffn = DenseFFN(config.d_model, config.dense_width, **stds)
+        else:
+            self.ffn = _moe_layer(config, stds)
+
+    def reset_parameters(self) -> None:
+        for part in (self.attention_norm, self.attention, self.ffn_norm, self.ffn):
+            part.reset_parameters()
+
+    def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), context)
+        hidden = self.ffn_norm(x)
+        if isinstance(self.ffn, MoELayer):
+            return x + self.ffn(hidden, mask=context.mask, document_ids=context.document_ids)
+        return x + self.ffn(hidden)
+
+
+def _moe_layer(config: GPTConfig, stds: dict[str, float]) -> MoELayer:
+    router = Router(
+        config.d_model,
+        config.num_experts,
+        config.top_k,
+        balancers=config.balancers,
+        score=cast(Any, config.score),  # the router checks it
+        normalize=config.normalize_weights,
+        scale=config.routed_scale,
+        num_groups=config.num_groups,
+        group_top_k=config.group_top_k,
+        init_std=config.init_std,
+        measure_residual=config.measure_residual,
+    )
+    experts = Experts(config.num_experts, config.d_model, config.expert_hidden, compute=config.expert_compute, **stds)
+    shared = DenseFFN(config.d_model, config.shared_hidden, **stds) if config.shared_hidden else None
+    return MoELayer(router, experts, shared, config.capacity_factor)
+
+
+class GPT(nn.Module):
+    """GPT-MoE decoder described by a `GPTConfig`.
+
+    Can be built on the meta device: `to_empty` and `reset_parameters` then give, for the same seed, exactly the weights of
+    a model built directly, buffers included.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        config.validate()
+        self.config = config
+        # Every part initialises itself when it is made, and reset_parameters goes through them in this same order.
+        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+        self._reset_embedding()
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.final_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size, config.init_std)
+
+    def reset_parameters(self) -> None:
+        """Initialise every parameter and buffer from torch's global generator."""
+        self._reset_embedding()
+        for block in self.blocks:
+            cast(Block, block).reset_parameters()
+        self.final_norm.reset_parameters()
+        if self.head is not None:
+            self.head.reset_parameters()
+
+    def _reset_embedding(self) -> None:
+        nn.init.normal_(self.embedding, std=self.config.init_std)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        document_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> GPTOutput:
+        """Loss with targets, logits without.
+
+        Args:
+            tokens: (B, S) integer ids below vocab_size.
+            targets: (B, S) int64 ids, -100 = no loss here. Padding never counts.
+            document_ids: (B, S) integer; attention stays within a contiguous run of equal ids.
+            mask: (B, S) bool, True = real token.
+
+        The loss already carries `anchor_loss`: backward it as it is, or scaled, weighted, divided by the number of
+        microbatches; the balancers' gradients follow.
+
+        Raises:
+            ValueError: if a shape or dtype does not fit, or S exceeds max_seq_len.
+        """
+        self._check(tokens, targets=targets, document_ids=document_ids, mask=mask)
+        x_BSD = F.embedding(tokens, self.embedding)
+        context = sequence_context(x_BSD, self.config.head_width, self.config.rope_theta, mask=mask, document_ids=document_ids)
+        for block in self.blocks:
+            x_BSD = block(x_BSD, context)
+        x_BSD = self.final_norm(x_BSD)
+        head_VD = self.embedding if self.head is None else self.head.weight
+        if targets is None:
+            return GPTOutput(logits=F.linear(x_BSD, head_VD))
+        if mask is not None:
+            targets = targets.masked_fill(~mask, IGNORE)
+        loss_sum, nll_sum, num_targets = chunked_cross_entropy(
+            x_BSD.flatten(0, 1), head_VD, targets.flatten(), z_loss=self.config.z_loss, chunk=self.config.loss_chunk
+        )
+        loss = anchor_loss(loss_sum / num_targets.clamp(min=1), self)
+        return GPTOutput(loss=loss, nll_sum=nll_sum, num_targets=num_targets)
+
+    def pop_dropped(self) -> Tensor:
+        """(L,) int64: routed assignments that capacity dropped in training since the last call, per MoE layer, on this rank."""
+        layers = [module for module in self.modules() if isinstance(module, MoELayer)]
+        return torch.stack([layer.pop_dropped() for layer in layers]) if layers else torch.zeros(0, dtype=torch.int64)
+
+    def _check(self, tokens: Tensor, **companions: Tensor | None) -> None:
+        if tokens.dim() != 2 or tokens.is_floating_point():
+            raise ValueError(
+                f"tokens are {tokens.dtype} of shape {tuple(tokens.shape)}; give integer ids of shape (batch, sequence)"
+            )
+        if tokens.shape[1] > self.config.max_seq_len:
+            raise ValueError(
+                f"sequences of {tokens.shape[1]} tokens exceed max_seq_len={self.config.max_seq_len}; shorten them or raise it"
+            )
+        for name, value in companions.items():
+            if value is None:
+                continue
+            if value.shape != tokens.shape:
+                raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be that of tokens, {tuple(tokens.shape)}")
+            if name == "mask" and value.dtype != torch.bool:
+                raise ValueError(f"mask has dtype {value.dtype}; give a bool tensor, True = real token")
