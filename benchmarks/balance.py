@@ -75,15 +75,16 @@ def main() -> None:
                 flush=True,
             )
     overhead = measure_overhead(arguments.methods, arguments.turns) if arguments.turns else {}
-    result = {"steps": arguments.steps, "seeds": arguments.seeds, "torch": torch.__version__, "rows": rows, "overhead": overhead}
+    result = {"torch": torch.__version__, "steps": arguments.steps, "seeds": arguments.seeds, "rows": rows}
+    result["overhead"] = overhead
     arguments.out.parent.mkdir(exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
 
 
 def configuration(method: str, seed: int, steps: int) -> Config:
-    overrides = (f"run.seed={seed}", f"run.steps={steps}", "run.microbatch=2", f"run.accumulate={MICROBATCHES}", "data.mode=domain")
-    config = load_config("tiny", overrides)
+    shape = ("run.microbatch=2", f"run.accumulate={MICROBATCHES}", "data.mode=domain")
+    config = load_config("tiny", (f"run.seed={seed}", f"run.steps={steps}", *shape))
     config.model.balancers = METHODS[method]
     return config
 
@@ -156,8 +157,8 @@ def table(result: dict[str, Any]) -> str:
     floor, local = rows[0]["floor"], rows[0]["floor_local"]
     lines.append(f"{'(random routing)':<16}{'':>17}{floor:>17.3f}{local:>17.3f}")
     lines.append(
-        f"mean over seeds {result['seeds']} +- standard deviation; steps {BURN_IN} to {result['steps']}; loss in nats per token; "
-        "step time relative to none"
+        f"mean over seeds {result['seeds']} +- standard deviation; steps {BURN_IN} to {result['steps']}; "
+        "loss in nats per token; step time relative to none"
     )
     return "\n".join(lines + expectations(rows))
 

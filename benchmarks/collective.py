@@ -31,8 +31,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     arguments = parser.parse_args()
     print(
-        f"eqb, {arguments.layers} layers x {arguments.experts} experts, {arguments.tokens} tokens per rank, gloo on {os.cpu_count()} "
-        f"cores, median of {arguments.repeats} steps taken in turn"
+        f"eqb, {arguments.layers} layers x {arguments.experts} experts, {arguments.tokens} tokens per rank, gloo on "
+        f"{os.cpu_count()} cores, median of {arguments.repeats} steps taken in turn"
     )
     print(f"{'ranks':>5} {'collective':>11} {'ms/step':>9} {'of which communication':>23} {'sent KiB':>9} {'received KiB':>13}")
     for world in arguments.ranks:
@@ -46,7 +46,8 @@ def measure(rank: int, world: int, port: int, arguments: argparse.Namespace) -> 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     torch.manual_seed(rank)
-    model = torch.nn.ModuleList(Router(None, arguments.experts, arguments.top_k, balancers="eqb") for _ in range(arguments.layers))
+    layers = (Router(None, arguments.experts, arguments.top_k, balancers="eqb") for _ in range(arguments.layers))
+    model = torch.nn.ModuleList(layers)
     seconds: dict[str, list[float]] = {name: [] for name in COLLECTIVES}
     inside: dict[str, list[float]] = {name: [] for name in COLLECTIVES}
     sent = dict.fromkeys(COLLECTIVES, 0)
