@@ -1,8 +1,27 @@
-"""evenload: balanced mixture-of-experts routing for people who pretrain MoE models."""
+"""evenload: balanced mixture-of-experts routing for people who pretrain MoE models.
 
-from . import balancers
+The public names are those of `evenload.balancers`, imported when first used: `evenload --help` need not wait for torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from ._version import __version__
-from .balancers import *  # noqa: F403
-from .balancers import __all__ as _balancers_all
 
-__all__ = ["__version__", "balancers", *_balancers_all]
+if TYPE_CHECKING:
+    from .balancers import *  # noqa: F403
+
+__all__ = ["__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    balancers = importlib.import_module(".balancers", __name__)
+    if name not in balancers.__all__:
+        raise AttributeError(f"module 'evenload' has no attribute {name!r}; it has {', '.join(balancers.__all__)}")
+    return getattr(balancers, name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *importlib.import_module(".balancers", __name__).__all__]

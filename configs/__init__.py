@@ -1,0 +1,1 @@
+"""Packaged configurations: `evenload train tiny` reads tiny.yaml from here."""

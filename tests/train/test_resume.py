@@ -1,0 +1,178 @@
+"""2N steps equal N steps, a kill, and N more: to the bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from evenload.train import ConfigError, Trainer, checkpoint, load_config, loop
+from evenload.train.checkpoint import load_newest
+from evenload.train.monitor import read_metrics
+
+STEPS, EVERY = 60, 15
+SETTINGS = [f"run.steps={STEPS}", f"run.save_every={EVERY}", "run.eval_every=20", "run.image_every=25"]
+
+
+def command(mini: str, out: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "evenload.train.cli", "train", mini, f"run.out={out}", *SETTINGS, *more]
+
+
+def steps_done(out: Path) -> int:
+    return len((out / "metrics.jsonl").read_text().splitlines()) if (out / "metrics.jsonl").exists() else 0
+
+
+def lines(out: Path) -> list[dict[str, object]]:
+    return [{k: v for k, v in line.items() if k != "train/tokens_per_second"} for line in read_metrics(out)]
+
+
+def assert_same_state(one: Path, other: Path) -> None:
+    states = [load_newest(folder / "checkpoints")[0] for folder in (one, other)]
+    for state in states:
+        state["config"]["run"].pop("out")
+    buffers = [torch.load(_bytes(state), weights_only=True) for state in states]
+    _compare(buffers[0], buffers[1], "")
+
+
+def _bytes(state: dict[str, object]) -> object:
+    import io
+
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def _compare(one: object, other: object, where: str) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), where
+    elif isinstance(one, dict):
+        assert list(one) == list(other), where
+        for key in one:
+            _compare(one[key], other[key], f"{where}.{key}")
+    elif isinstance(one, list | tuple):
+        for index, (a, b) in enumerate(zip(one, other, strict=True)):
+            _compare(a, b, f"{where}.{index}")
+    else:
+        assert one == other, where
+
+
+@pytest.mark.parametrize("mode", ["mixed", "domain"])
+def test_kill_and_resume_equals_a_run_without_a_break(mini: str, tmp_path: Path, mode: str) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    subprocess.run(command(mini, whole, f"data.mode={mode}"), check=True, capture_output=True)
+    process = subprocess.Popen(command(mini, broken, f"data.mode={mode}"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while steps_done(broken) < EVERY + 5 and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+    assert load_newest(broken / "checkpoints")[0]["counters"]["step"] < STEPS
+
+    again = subprocess.run(command(mini, broken, f"data.mode={mode}"), check=True, capture_output=True, text=True)
+    assert "continuing after step" in again.stdout
+    assert lines(broken) == lines(whole)
+    assert len({line["step"] for line in lines(whole)}) == STEPS
+    assert_same_state(whole, broken)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(
+    mini: str, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def config() -> object:
+        return load_config(mini, [f"run.out={tmp_path / 'run'}", "run.save_every=0"])
+
+    said: list[str] = []
+    before = signal.getsignal(number)
+    real = loop.train_step
+
+    def step_and_signal(*args: object, **kwargs: object) -> object:
+        trainer_steps.append(1)
+        if len(trainer_steps) == 3:
+            os.kill(os.getpid(), number)
+        return real(*args, **kwargs)
+
+    trainer_steps: list[int] = []
+    monkeypatch.setattr(loop, "train_step", step_and_signal)
+    outcome = Trainer(config(), "evenload train mini.yaml run.steps=8", said.append).run()
+    assert (outcome.interrupted, outcome.summary) == (number, None)
+    assert "stopped after step 3 of 8" in said[-2]
+    assert said[-1] == "continue with:\n  evenload train mini.yaml run.steps=8"
+    assert signal.getsignal(number) == before
+    assert load_newest(tmp_path / "run" / "checkpoints")[0]["counters"]["step"] == 3
+
+    monkeypatch.setattr(loop, "train_step", real)
+    assert Trainer(config(), say=said.append).run().summary is not None
+    whole = load_config(mini, [f"run.out={tmp_path / 'whole'}", "run.save_every=0"])
+    Trainer(whole, say=said.append).run()
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
+
+
+def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(mini: str, tmp_path: Path) -> None:
+    config = load_config(mini, [f"run.out={tmp_path / 'run'}"])
+    said: list[str] = []
+    Trainer(config, say=said.append).run()
+    before = lines(tmp_path / "run")
+    os.truncate(tmp_path / "run/checkpoints/step-00000008/state.pt", 1000)
+    Trainer(config, say=said.append).run()
+    assert any("refused checkpoint" in text and "step-00000008" in text for text in said)
+    assert any("continuing after step 4" in text for text in said)
+    assert lines(tmp_path / "run") == before
+
+
+def test_a_finished_run_is_only_summarised_again(mini: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(mini, [f"run.out={tmp_path / 'run'}", "run.steps=3"])
+    first = Trainer(config, say=lambda _: None).run()
+    monkeypatch.setattr(loop, "train_step", lambda *_, **__: pytest.fail("trained again"))
+    again = Trainer(config, say=lambda _: None).run()
+    assert again.summary.table() == first.summary.table()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.num_experts=8", "model.num_experts was 4 and is now 8"),
+        ("run.seed=1", "run.seed was 0 and is now 1"),
+        ("data.mode=domain", "data.mode was 'mixed' and is now 'domain'"),
+        ("run.resume=never", "run.resume = never, but"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(mini: str, tmp_path: Path, override: str, message: str) -> None:
+    Trainer(load_config(mini, [f"run.out={tmp_path}", "run.steps=1"]), say=lambda _: None).run()
+    with pytest.raises(ConfigError) as caught:
+        Trainer(load_config(mini, [f"run.out={tmp_path}", "run.steps=2", override]), say=lambda _: None)
+    assert message in str(caught.value)
+
+
+def test_a_changed_learning_rate_is_said(mini: str, tmp_path: Path) -> None:
+    Trainer(load_config(mini, [f"run.out={tmp_path}", "run.steps=1"]), say=lambda _: None).run()
+    said: list[str] = []
+    Trainer(load_config(mini, [f"run.out={tmp_path}", "run.steps=2", "optim.lr=1e-4"]), say=said.append).run()
+    assert "changed since the checkpoint: optim.lr 0.01 -> 0.0001" in said
+
+
+def test_resume_from_a_path(mini: str, tmp_path: Path) -> None:
+    Trainer(load_config(mini, [f"run.out={tmp_path / 'a'}"]), say=lambda _: None).run()
+    path = tmp_path / "a/checkpoints/step-00000004"
+    branch = load_config(mini, [f"run.out={tmp_path / 'b'}", f"run.resume={path}"])
+    Trainer(branch, say=lambda _: None).run()
+    assert lines(tmp_path / "b") == [line for line in lines(tmp_path / "a") if line["step"] > 4]
+    with pytest.raises(checkpoint.CheckpointError, match="no such folder"):
+        Trainer(load_config(mini, [f"run.out={tmp_path / 'c'}", "run.resume=/nowhere"]), say=lambda _: None)
+    with pytest.raises(ConfigError, match="newer checkpoints"):
+        Trainer(load_config(mini, [f"run.out={tmp_path / 'a'}", f"run.resume={path}"]), say=lambda _: None)
+
+
+def test_a_metrics_file_cut_by_a_kill_is_mended(mini: str, tmp_path: Path) -> None:
+    config = load_config(mini, [f"run.out={tmp_path}", "run.steps=3"])
+    Trainer(config, say=lambda _: None).run()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "train/lo')
+    Trainer(config, say=lambda _: None).run()
+    assert all(json.loads(line)["step"] <= 3 for line in (tmp_path / "metrics.jsonl").read_text().splitlines())

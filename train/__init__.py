@@ -1,0 +1,68 @@
+"""Pretraining: configuration, data, the loop, checkpoints, monitoring, evaluation and the command line.
+
+    config = load_config("tiny", ["run.steps=50"])
+    Trainer(config).run()
+
+Names are imported at their first use, so that the command line answers without loading torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+    from .config import Config, ConfigError, load_config
+    from .data import Data, load_data
+    from .evaluation import Score, evaluate
+    from .loop import Trainer, TrainingStopped
+    from .mixture import Batch, Mixture
+    from .optim import learning_rate, make_optimizer
+    from .step import StepResult, train_step
+
+_HOME = {
+    "Batch": "mixture",
+    "CheckpointError": "checkpoint",
+    "Config": "config",
+    "ConfigError": "config",
+    "Data": "data",
+    "Mixture": "mixture",
+    "Score": "evaluation",
+    "StepResult": "step",
+    "Trainer": "loop",
+    "TrainingStopped": "loop",
+    "evaluate": "evaluation",
+    "learning_rate": "optim",
+    "load_checkpoint": "checkpoint",
+    "load_config": "config",
+    "load_data": "data",
+    "make_optimizer": "optim",
+    "save_checkpoint": "checkpoint",
+    "train_step": "step",
+}
+
+__all__ = [
+    "Batch",
+    "CheckpointError",
+    "Config",
+    "ConfigError",
+    "Data",
+    "Mixture",
+    "Score",
+    "StepResult",
+    "Trainer",
+    "TrainingStopped",
+    "evaluate",
+    "learning_rate",
+    "load_checkpoint",
+    "load_config",
+    "load_data",
+    "make_optimizer",
+    "save_checkpoint",
+    "train_step",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)

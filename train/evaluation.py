@@ -1,0 +1,102 @@
+"""Validation: bits per byte of held-out text, per domain."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from ..balancers import Routing, routers
+from .store import NO_TARGET, TokenStore
+from .tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well a domain's held-out text was predicted."""
+
+    bits_per_byte: float  # bits to encode the text, and where its documents end, per byte of UTF-8
+    loss: float  # nats per token
+    tokens: int
+    text_bytes: int
+    load: NDArray[np.int64] = field(repr=False, compare=False)  # (L, E) tokens per layer and expert
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    stores: Sequence[TokenStore],
+    tokenizer: TextTokenizer,
+    *,
+    seq_len: int,
+    max_tokens: int,
+    batch_size: int,
+    autocast: torch.dtype | None = None,
+) -> dict[str, Score]:
+    """{domain: Score} over at most `max_tokens` tokens of each store, spread evenly over it.
+
+    Runs in eval mode, in which routers observe nothing; the model's mode is put back. Text shorter than a sequence is
+    cut off at the end of a store: a store must hold at least one sequence, else its domain is left out.
+    """
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    try:
+        scores = {}
+        for store in stores:
+            available = store.sequences(seq_len)
+            wanted = min(available, max(1, max_tokens // seq_len))
+            if wanted:
+                indices = np.arange(wanted) * available // wanted
+                scores[store.name] = _score(model, store, tokenizer, indices, seq_len, batch_size, device, autocast)
+        return scores
+    finally:
+        model.train(was_training)
+
+
+def _score(
+    model: nn.Module,
+    store: TokenStore,
+    tokenizer: TextTokenizer,
+    indices: np.ndarray,
+    seq_len: int,
+    batch_size: int,
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> Score:
+    nats, count, text_bytes = 0.0, 0, 0
+    with _watched_load(model) as load:
+        for first in range(0, len(indices), batch_size):
+            tokens, targets, ids = store.read(indices[first : first + batch_size], seq_len)
+            context = torch.autocast(device.type, dtype=autocast) if autocast else contextlib.nullcontext()
+            with context:
+                output = model(tokens.to(device), targets.to(device), document_ids=ids.to(device))
+            nats += float(output.nll_sum)
+            real = targets[targets != NO_TARGET].numpy()
+            count += len(real)
+            text_bytes += int(tokenizer.bytes_per_token[real].sum())
+    layers = torch.stack(load).cpu().numpy()
+    return Score(nats / math.log(2) / max(1, text_bytes), nats / max(1, count), count, text_bytes, layers)
+
+
+@contextlib.contextmanager
+def _watched_load(model: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Yield (E,) counts per layer that grow with every routing decision made inside."""
+    found = list(routers(model).values())
+    load = [torch.zeros_like(router.counts) for router in found]
+
+    def add(layer: int, routing: Routing) -> None:
+        load[layer] += routing.counts
+
+    hooks = [router.register_forward_hook(lambda _, __, out, layer=i: add(layer, out)) for i, router in enumerate(found)]
+    try:
+        yield load
+    finally:
+        for hook in hooks:
+            hook.remove()

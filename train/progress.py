@@ -1,0 +1,50 @@
+"""What the terminal shows during a run: a bar, or plain lines where nobody watches."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from tqdm import tqdm
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Progress:
+    """A tqdm bar on a terminal; elsewhere one line every ten seconds, and one for the last step."""
+
+    def __init__(self, steps: int, done: int) -> None:
+        self.steps = steps
+        self.first = done
+        self.began = time.monotonic()
+        self._spoke = self.began
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, smoothing=0.1)
+
+    def update(self, step: int, loss: float, maxvio: float, tokens_per_second: float) -> None:
+        """Show the state after `step`, 1-based; `maxvio` is the mean over the layers."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"loss {loss:.3f}, MaxVio {maxvio:.2f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
+            self._bar.update(step - self._bar.n)
+            return
+        now = time.monotonic()
+        if now - self._spoke >= SECONDS_BETWEEN_LINES or step == self.steps:
+            self._spoke = now
+            left = (now - self.began) / max(1, step - self.first) * (self.steps - step)
+            self.say(
+                f"step {step}/{self.steps}  loss {loss:.3f}  MaxVio {maxvio:.2f}  "
+                f"{tokens_per_second:,.0f} tokens/s  {tqdm.format_interval(left)} left"
+            )
+
+    def say(self, text: str) -> None:
+        """Print a line without breaking the bar."""
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stderr)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
