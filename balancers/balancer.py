@@ -39,49 +39,63 @@ class Injection:
     logits: Tensor | None = None
 
 
-class FixedDtypeModule(nn.Module):
-    """A module whose buffers keep their dtype through `.to(bfloat16)`, `.half()` and the like; they do follow the device.
+class StatefulModule(nn.Module):
+    """A module with state and statistics, which keep their dtype through `.to(bfloat16)` and the like but follow the device.
 
-    `add_state` buffers are part of the state dict. `add_statistic` buffers hold sums over the current optimizer step and
-    are zeroed after it; they are not saved.
+    State (`add_state`) is a buffer, part of the state dict. A statistic (`add_statistic`) is gathered over one optimizer step
+    and starts anew after it. It is this rank's own and not a buffer: DistributedDataParallel overwrites buffers with those of
+    rank 0 before a forward.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._initial: dict[str, float] = {}
+        self._initial_state: dict[str, float] = {}
+        self._initial_statistics: dict[str, float] = {}
 
     def add_state(self, name: str, shape: tuple[int, ...], *, fill: float = 0.0, dtype: torch.dtype = torch.float32) -> None:
         self.register_buffer(name, torch.full(shape, fill, dtype=dtype))
-        self._initial[name] = fill
+        self._initial_state[name] = fill
 
-    def add_statistic(self, name: str, shape: tuple[int, ...] = (), *, dtype: torch.dtype = torch.int64) -> None:
-        self.register_buffer(name, torch.zeros(shape, dtype=dtype), persistent=False)
+    def add_statistic(
+        self, name: str, shape: tuple[int, ...] = (), *, fill: float = 0, dtype: torch.dtype = torch.int64
+    ) -> None:
+        setattr(self, name, torch.full(shape, fill, dtype=dtype))
+        self._initial_statistics[name] = fill
+
+    def statistics(self) -> dict[str, Tensor]:
+        """What this module has gathered in the current step, by name."""
+        return {name: getattr(self, name) for name in self._initial_statistics}
 
     def reset_parameters(self) -> None:
-        """Fill every buffer of this module with its initial value (needed after meta-device construction)."""
+        """Fill state and statistics of this module with their initial values (needed after meta-device construction)."""
         with torch.no_grad():
-            for name, fill in self._initial.items():
+            for name, fill in self._initial_state.items():
                 self.get_buffer(name).fill_(fill)
         self.reset_statistics()
 
     def reset_statistics(self) -> None:
-        """Zero what was gathered over the step, in place."""
+        """Start the statistics anew, in place."""
         with torch.no_grad():
-            for name in self._non_persistent_buffers_set:
-                self.get_buffer(name).zero_()
+            for name, fill in self._initial_statistics.items():
+                getattr(self, name).fill_(fill)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FixedDtypeModule":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StatefulModule":
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, buffer in before.items():
-            moved = self._buffers[name]
-            if buffer is not None and moved is not None and moved.dtype != buffer.dtype:
-                # Not moved.to(buffer.dtype): the detour through a narrow type would already have rounded it.
-                self._buffers[name] = buffer.to(moved.device)
+            if buffer is not None:
+                self._buffers[name] = _same_dtype(buffer, self._buffers[name])
+        for name, statistic in self.statistics().items():
+            setattr(self, name, _same_dtype(statistic, fn(statistic)))
         return self
 
 
-class Balancer(FixedDtypeModule):
+def _same_dtype(before: Tensor, after: Any) -> Tensor:
+    # Not after.to(before.dtype): the detour through a narrow type would already have rounded it.
+    return after if after.dtype == before.dtype else before.to(after.device)
+
+
+class Balancer(StatefulModule):
     """Base class of every balancer. Subclass it, answer the questions you need, leave the others.
 
     Class attributes:

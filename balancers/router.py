@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import metrics
-from .balancer import Balancer, FixedDtypeModule
+from .balancer import Balancer, StatefulModule
 from .collective import PerRank, Sums
 from .distribution import real_tokens
 from .inject import InjectGradient
@@ -23,7 +23,7 @@ from .report import LayerSums
 from .routing import NanPolicy, Routing, Score, Space, at_least_float32, check_options, combine_weights, flatten_mask, route
 
 
-class Router(FixedDtypeModule):
+class Router(StatefulModule):
     """Chooses K of E experts for every token and keeps their load even.
 
     Args:
@@ -89,7 +89,7 @@ class Router(FixedDtypeModule):
         self.balancers = cast(Sequence[Balancer], nn.ModuleList(built))
         self.with_loss = [balancer for balancer in built if type(balancer).inject is not Balancer.inject]
 
-        self.register_buffer("loss_grad", torch.ones(()), persistent=False)  # filled by anchor_loss, see inject.py
+        self.add_statistic("loss_grad", fill=1, dtype=torch.float32)  # set by anchor_loss, see inject.py
         self.add_statistic("counts", (num_experts,))
         self.add_statistic("tokens")
         self.add_statistic("microbatches")  # those with at least one real token
@@ -108,7 +108,6 @@ class Router(FixedDtypeModule):
         with torch.no_grad():
             if self.weight is not None:
                 self.weight.normal_(std=self.init_std)
-            self.loss_grad.fill_(1.0)
             for balancer in self.balancers:
                 balancer.reset_parameters()
 
@@ -234,7 +233,6 @@ class Router(FixedDtypeModule):
         """Forget the step, here and in the balancers."""
         self._never_balanced.balanced()
         self.reset_statistics()
-        self.loss_grad.fill_(1.0)
         for balancer in self.balancers:
             balancer.reset_statistics()
 

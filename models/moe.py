@@ -8,12 +8,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from ..balancers.balancer import StatefulModule
 from ..balancers.recompute import autograd_is_idle
 from .dispatch import LocalDispatcher
 from .experts import Experts
 
 
-class MoELayer(nn.Module):
+class MoELayer(StatefulModule):
     """Feed-forward layer whose router sends every token to K of E experts.
 
     Args:
@@ -35,13 +36,13 @@ class MoELayer(nn.Module):
         self.experts = experts
         self.shared = shared
         self.dispatcher = LocalDispatcher(experts.num_experts, capacity_factor)
-        self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.add_statistic("dropped")
 
     def reset_parameters(self) -> None:
+        super().reset_parameters()
         for part in (self.router, self.experts, self.shared):
             if part is not None:
                 cast(Experts, part).reset_parameters()
-        self.dropped.zero_()
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
         """x (..., D) -> (..., D) in the same dtype.

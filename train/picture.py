@@ -55,6 +55,8 @@ def _draw_loss(axes: Any, steps: list[dict[str, Any]], evaluations: list[dict[st
 
 
 def _draw_balance(axes: Any, steps: list[dict[str, Any]], tail_from: int) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     curves = (("local", "maxvio_local", "floor_local", ORANGE), ("global", "maxvio", "floor", BLUE))
     for name, metric, floor, colour in curves:
         at, values = _series(steps, f"balance/{metric}/mean")
@@ -64,6 +66,9 @@ def _draw_balance(axes: Any, steps: list[dict[str, Any]], tail_from: int) -> Non
         axes.plot(at, values, color=colour, linewidth=1.2, linestyle="--", label=f"{name}, fair random router")
     axes.axvspan(tail_from, steps[-1]["step"], color=GREY, alpha=0.12, linewidth=0, label="averaged in the table")
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel("MaxVio (busiest expert / fair share - 1)")
     axes.set_title("Load imbalance, mean over layers")
     axes.legend(frameon=False, fontsize=8.5)

@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from state import carried
 from torch.utils.checkpoint import checkpoint
 
 import evenload
@@ -62,11 +63,11 @@ def test_07_state_keeps_its_dtype(cast):
     balance_step(router)
     router.balancers[0].bias.add_(1e-6)
     router.counts.fill_(40_841)  # bf16 would make this 40,960
-    before = {name: buffer.clone() for name, buffer in router.named_buffers()}
+    before = {name: tensor.clone() for name, tensor in carried(router).items()}
     router = cast(router)
-    for name, buffer in router.named_buffers():
-        assert buffer.dtype == before[name].dtype
-        assert torch.equal(buffer, before[name]), name
+    for name, tensor in carried(router).items():
+        assert tensor.dtype == before[name].dtype
+        assert torch.equal(tensor, before[name]), name
 
 
 def test_07_the_gate_computes_in_float32():
@@ -82,10 +83,10 @@ def test_07_the_gate_computes_in_float32():
 
 def test_08_updates_are_in_place_and_missing_state_raises():
     router = Router(16, 8, 2, balancers="eqb+phi")
-    pointers = {name: buffer.data_ptr() for name, buffer in router.named_buffers()}
+    pointers = {name: tensor.data_ptr() for name, tensor in carried(router).items()}
     router(torch.randn(64, 16))
     balance_step(router)
-    assert {name: buffer.data_ptr() for name, buffer in router.named_buffers()} == pointers
+    assert {name: tensor.data_ptr() for name, tensor in carried(router).items()} == pointers
     state = router.state_dict()
     assert state["balancers.0.bias"].abs().sum() > 0
     del state["balancers.0.bias"]
@@ -100,12 +101,12 @@ def test_09_meta_construction_then_reset(name):
     with torch.device("meta"):
         late = Router(16, 8, 2, balancers=name)
     late.to_empty(device="cpu")
-    for buffer in late.buffers():
-        buffer.fill_(77)  # what to_empty leaves behind is garbage
+    for tensor in carried(late).values():
+        tensor.fill_(77)  # what to_empty leaves behind is garbage
     torch.manual_seed(3)
     late.reset_parameters()
-    for (key, found), expected in zip(late.named_buffers(), direct.buffers(), strict=True):
-        assert torch.equal(found, expected), key
+    for key, expected in carried(direct).items():
+        assert torch.equal(carried(late)[key], expected), key
     assert torch.equal(late.weight, direct.weight)
 
 
@@ -153,7 +154,7 @@ def test_12_no_tokens_at_all():
         assert x.grad.shape == (0, 16)
         assert torch.equal(router.weight.grad, torch.zeros(8, 16))
         balance_step(router)
-        assert all(buffer.isfinite().all() for buffer in router.buffers())
+        assert all(tensor.isfinite().all() for tensor in carried(router).values())
 
 
 def test_15_no_graph_break():
@@ -267,7 +268,7 @@ def test_23_odd_sizes_have_defined_results(name, experts, top_k, rows):
         routing.weights.sum().backward()
         assert routing.counts.sum() == rows * top_k
         report = balance_step(router)
-    assert all(buffer.isfinite().all() for buffer in router.buffers())
+    assert all(tensor.isfinite().all() for tensor in carried(router).values())
     assert router.weight.grad.isfinite().all()
     if experts == top_k:
         assert report.layers["maxvio"].item() == 0

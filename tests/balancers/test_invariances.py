@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from state import carried
 from torch.utils.checkpoint import checkpoint
 
 from evenload import Router, anchor_loss, attach, balance_step, routers
@@ -161,6 +162,34 @@ def test_strength_does_not_change_with_accumulation_or_loss_scaling(spec):
 
 
 @pytest.mark.parametrize("spec", EVERY, ids=str)
+def test_strength_does_not_change_with_the_number_of_ranks(ranks, spec):
+    """Four ranks with the same microbatch, gradients averaged, give the gradient of that microbatch."""
+    gradients, *_ = step(Model(spec), [tokens()])
+    answers = ranks.run(4, step_on_rank, spec, [[tokens()]] * 4, 4, 4 * TOKENS)
+    assert_same([torch.stack(grads).mean(dim=0) for grads in zip(*(a[0] for a in answers), strict=True)], gradients)
+
+
+def distributed_data_parallel(rank, group, parts_per_rank):
+    """DDP with its defaults, which send rank 0's buffers around before every forward, and accumulation without no_sync."""
+    model = Model("eqb+lei+phi")
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+    for part in parts_per_rank[rank]:
+        wrapped(part).mean().backward()
+    report = balance_step(wrapped, group)
+    return persistent(model), report.layers["tokens"]
+
+
+def test_ddp_with_its_defaults_changes_nothing(ranks):
+    parts = [list(part.split(8)) for part in tokens().split(16)]
+    alone = Model("eqb+lei+phi")
+    alone(tokens())
+    balance_step(alone)
+    for buffers, counted in ranks.run(3, distributed_data_parallel, parts):
+        assert counted.tolist() == [TOKENS] * 2
+        assert_same(buffers, persistent(alone))
+
+
+@pytest.mark.parametrize("spec", EVERY, ids=str)
 def test_padding_changes_nothing(spec):
     """Even padding full of NaN, between the real tokens."""
     real = torch.ones(TOKENS + 16, dtype=torch.bool)
@@ -221,15 +250,15 @@ def test_permuting_the_experts_permutes_everything(spec):
 def test_eval_changes_no_buffer(spec, grad):
     model = Model(spec)
     model.loss(tokens()).backward()
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    before = {name: tensor.clone() for name, tensor in carried(model).items()}
     model.eval()
     with torch.set_grad_enabled(grad):
         model(tokens() * 3)
-    for name, buffer in model.named_buffers():
-        assert torch.equal(buffer, before[name]), name
+    for name, tensor in carried(model).items():
+        assert torch.equal(tensor, before[name]), name
     model.train()
     model.loss(tokens())
-    assert any(not torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())  # the check can fail
+    assert any(not torch.equal(buffer, before[name]) for name, buffer in carried(model).items())  # the check can fail
 
 
 @pytest.mark.parametrize("spec", [spec for spec in EVERY if spec != "sinkhorn"], ids=str)  # its bias is the microbatch's own
@@ -251,7 +280,7 @@ def test_recomputation_changes_nothing(spec, reentrant):
         x = tokens().requires_grad_()
         loss = checkpoint(model.loss, x, use_reentrant=reentrant) if recompute else model.loss(x)
         (loss / 3).backward()
-        statistics = [b.clone() for name, b in model.named_buffers() if not name.endswith("loss_grad")]
+        statistics = [t.clone() for name, t in carried(model).items() if not name.endswith("loss_grad")]
         gradients = [p.grad for p in model.parameters()] + [x.grad]
         balance_step(model)
         outcomes.append((gradients, statistics, persistent(model)))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from state import carried
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -49,7 +50,7 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], **tolerance
 
 
 def state(model: GPT) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {**dict(model.named_parameters()), **carried(model)}
 
 
 @pytest.mark.parametrize("tied", [True, False])

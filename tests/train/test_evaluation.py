@@ -3,6 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from state import carried
 
 from evenload.models import GPT, GPTConfig
 from evenload.train import evaluate
@@ -59,10 +60,10 @@ def test_the_batch_size_does_not_matter(model: GPT, store: TokenStore, tokenizer
 def test_evaluation_changes_nothing(model: GPT, store: TokenStore, tokenizer: TextTokenizer, training: bool) -> None:
     model.train(training)
     model(*(part[:2] for part in store.read(np.arange(2), SEQ)[:2]))  # statistics of a step under way
-    before = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    before = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *carried(model).items()]}
     generator = torch.get_rng_state()
     evaluate(model, [store], tokenizer, seq_len=SEQ, max_tokens=200, batch_size=4)
-    after = dict([*model.named_parameters(), *model.named_buffers()])
+    after = dict([*model.named_parameters(), *carried(model).items()])
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert torch.equal(torch.get_rng_state(), generator)
