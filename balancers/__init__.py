@@ -22,7 +22,7 @@ from .router import Router, routers
 from .routing import Routing, route
 from .shard_quantile import ShardQuantile
 from .sinkhorn import Sinkhorn
-from .step import Attachment, attach, balance_step
+from .step import Attachment, attach, balance_step, discard_step
 from .uniform import ForcedUniform
 from .z_loss import ZLoss
 
@@ -47,6 +47,7 @@ __all__ = [
     "anchor_loss",
     "attach",
     "balance_step",
+    "discard_step",
     "global_order_statistic",
     "make_balancers",
     "metrics",

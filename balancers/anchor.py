@@ -29,7 +29,7 @@ def anchor_loss(loss: Tensor, model: nn.Module) -> Tensor:
 
     Call it on the loss of one microbatch, a MEAN over that microbatch's tokens, before dividing by the number of
     microbatches, weighting or scaling it: `scaler.scale(anchor_loss(loss, model) / n).backward()`. Without it the routers
-    assume plain `loss.backward()`.
+    assume plain `loss.backward()`. One anchored loss per backward: two of them would overwrite each other's strength.
 
     Args:
         loss: 0-dim floating point tensor.
@@ -37,6 +37,6 @@ def anchor_loss(loss: Tensor, model: nn.Module) -> Tensor:
     Raises:
         ValueError: if the loss is not a scalar.
     """
-    if loss.numel() != 1:
+    if loss.dim() != 0:
         raise ValueError(f"loss has shape {tuple(loss.shape)}; anchor_loss needs the scalar mean over the microbatch's tokens")
     return _AnchorLoss.apply(loss, [router.loss_grad for router in routers(model).values()])

@@ -9,9 +9,11 @@
 A new balancer is one class in anybody's file; nothing here needs to know its name. See docs/your_own_balancer.md.
 """
 
-from collections.abc import Callable, Generator
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from numbers import Real
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,12 +51,12 @@ class StatefulModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._initial_state: dict[str, float] = {}
+        self._initial_state: dict[str, tuple[float, torch.dtype]] = {}
         self._initial_statistics: dict[str, float] = {}
 
     def add_state(self, name: str, shape: tuple[int, ...], *, fill: float = 0.0, dtype: torch.dtype = torch.float32) -> None:
         self.register_buffer(name, torch.full(shape, fill, dtype=dtype))
-        self._initial_state[name] = fill
+        self._initial_state[name] = fill, dtype
 
     def add_statistic(
         self, name: str, shape: tuple[int, ...] = (), *, fill: float = 0, dtype: torch.dtype = torch.int64
@@ -69,7 +71,7 @@ class StatefulModule(nn.Module):
     def reset_parameters(self) -> None:
         """Fill state and statistics of this module with their initial values (needed after meta-device construction)."""
         with torch.no_grad():
-            for name, fill in self._initial_state.items():
+            for name, (fill, _) in self._initial_state.items():
                 self.get_buffer(name).fill_(fill)
         self.reset_statistics()
 
@@ -78,6 +80,18 @@ class StatefulModule(nn.Module):
         with torch.no_grad():
             for name, fill in self._initial_statistics.items():
                 getattr(self, name).fill_(fill)
+
+    def statistics_to(self, device: torch.device) -> None:
+        """Bring the statistics to the device of the tokens (they may have been left on the meta device)."""
+        for name, statistic in self.statistics().items():
+            fresh = torch.full(statistic.shape, self._initial_statistics[name], dtype=statistic.dtype, device=device)
+            setattr(self, name, fresh if statistic.is_meta else statistic.to(device))
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        for name, (_, dtype) in self._initial_state.items():
+            self._buffers[name] = self.get_buffer(name).to(dtype)  # with assign=True a checkpoint could bring another one
+        self.reset_statistics()  # what was gathered belongs to the state that has just been replaced
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StatefulModule":
         before = dict(self._buffers)
@@ -99,22 +113,40 @@ class Balancer(StatefulModule):
     """Base class of every balancer. Subclass it, answer the questions you need, leave the others.
 
     Class attributes:
-        name: what configurations and reports call it.
-        sets_bias: True if `selection_bias` returns something; a router takes at most one such balancer.
-        space: what that bias is added to, "logits" or "scores".
+        name: what configurations, reports and the state dict call it; by default the class's name.
+        space: what its selection bias is added to, "logits" or "scores".
     """
 
     name: ClassVar[str] = ""
-    sets_bias: ClassVar[bool] = False
     space: Space = "logits"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.name = cls.name or cls.__name__
 
     def __init__(self) -> None:
         super().__init__()
         self.num_experts = 0
         self.top_k = 0
         self.score = ""
+        self.reachable = 0
 
-    def bind(self, num_experts: int, top_k: int, score: str) -> None:
+    @property
+    def sets_bias(self) -> bool:
+        """Whether it answers `selection_bias`; a router takes at most one such balancer."""
+        return type(self).selection_bias is not Balancer.selection_bias
+
+    @property
+    def injects(self) -> bool:
+        """Whether it answers `inject`."""
+        return type(self).inject is not Balancer.inject
+
+    @property
+    def updates(self) -> bool:
+        """Whether it answers `update`."""
+        return type(self).update is not Balancer.update
+
+    def bind(self, num_experts: int, top_k: int, score: str, reachable: int) -> None:
         """Called once by the router that owns this balancer; creates the buffers.
 
         Raises:
@@ -125,15 +157,19 @@ class Balancer(StatefulModule):
                 f"this {type(self).__name__} already belongs to a router; every router needs its own instance "
                 "(build them per layer, for instance with make_balancers)"
             )
-        self.num_experts, self.top_k, self.score = num_experts, top_k, score
+        self.num_experts, self.top_k, self.score, self.reachable = num_experts, top_k, score, reachable
         self.build()
 
     def build(self) -> None:
-        """Create buffers with `add_state` and `add_statistic`; `num_experts`, `top_k` and `score` are known here."""
+        """Create buffers with `add_state` and `add_statistic`, refuse routers that do not fit.
+
+        Known here: `num_experts`, `top_k`, `score`, and `reachable`, the number of experts a token can choose from (fewer
+        than `num_experts` in group-limited routing).
+        """
 
     def selection_bias(self, selection: Tensor, mask: Tensor | None) -> Tensor:
         """The bias, (E,) or (T, E), to add to `selection` (T, E), which is the logits or the scores as `space` says."""
-        raise NotImplementedError  # a router asks only those with sets_bias
+        raise NotImplementedError  # a router asks only those who answer
 
     def inject(self, routing: Routing, documents: Tensor) -> Injection:
         """The gradient to add in this forward. `documents` (T,) int64 numbers the document of each token, from 0.
@@ -145,30 +181,40 @@ class Balancer(StatefulModule):
     def observe(self, routing: Routing) -> None:
         """Remember what the step's update will need. Called once per training forward, never in eval or in recomputation."""
 
-    def update(self) -> Update:
+    def update(self) -> Update | None:
         """Once per optimizer step: yield local sums (a tensor or a tuple of tensors), receive them summed over all ranks.
 
-        Integer sums are exact and floating-point sums are added in rank order. Every rank must yield the same shapes
-        and dtypes in the same order, whatever its data. Change buffers in place.
+        Integer sums are exact and floating-point sums are added in rank order. Every rank must yield the same shapes and
+        dtypes in the same order, whatever its data. Change buffers in place. Without a `yield` it is an ordinary method that
+        changes this rank's state alone.
         """
-        return
-        yield
+        return None
 
     def report(self) -> dict[str, Tensor]:
         """{metric: 0-dim tensor} to add to the step's report, after the update."""
         return {}
 
 
+class BalancerList(nn.Module):
+    """A router's balancers in order, by position or by name. The state dict calls them by name, so that a state cannot be
+    loaded into another balancer, and their order does not matter."""
+
+    def __init__(self, balancers: Iterable[Balancer]) -> None:
+        super().__init__()
+        for balancer in balancers:
+            self.add_module(balancer.name, balancer)
+
+    def __iter__(self) -> Iterator[Balancer]:
+        return iter(cast(Iterable[Balancer], self._modules.values()))
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __getitem__(self, key: int | str) -> Balancer:
+        return cast(Balancer, self._modules[key]) if isinstance(key, str) else list(self)[key]
+
+
 def require_nonnegative(balancer: str, **values: float) -> None:
     for name, value in values.items():
-        if not value >= 0:
-            raise ValueError(f"{balancer}: {name}={value}; it must be >= 0 (0 switches it off)")
-
-
-def set_centred(bias_E: Tensor, new_bias_E: Tensor) -> None:
-    """bias <- new_bias - mean(new_bias), in place. Adding one number to every expert's bias changes no choice.
-
-    An expert whose new bias is not finite (nobody could choose it in this step) keeps its old one.
-    """
-    kept_E = torch.where(new_bias_E.isfinite(), new_bias_E.to(bias_E.dtype), bias_E)
-    bias_E.copy_(kept_E - kept_E.mean())
+        if not (isinstance(value, Real) and 0 <= value < math.inf):
+            raise ValueError(f"{balancer}: {name}={value!r}; it must be a number >= 0 (0 switches it off)")

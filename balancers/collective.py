@@ -16,6 +16,22 @@ Collective = Literal["all_reduce", "all_gather"]
 COLLECTIVES = ("all_reduce", "all_gather")
 
 
+class GroupRef:
+    """A process group that a module refers to: a deep copy of the module refers to the same group."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: Any) -> "GroupRef":
+        return self
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum of `tensor` over the group, as a new tensor."""
+        total = tensor.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+
 @dataclass(frozen=True)
 class PerRank:
     """A tensor whose values are wanted from every rank instead of summed: comes back stacked, (W, ...), in rank order."""
@@ -57,6 +73,8 @@ def run_lockstep(
 def _combine(parts: list[Tensor | PerRank], group: dist.ProcessGroup | None, collective: Collective) -> list[Tensor]:
     wide = [_widened(part.local if isinstance(part, PerRank) else part) for part in parts]
     world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    if world < 0:
+        raise ValueError("this process is not a member of the group; only the group's own ranks may call")
     if world == 1:
         return [tensor[None] if isinstance(part, PerRank) else tensor for part, tensor in zip(parts, wide, strict=True)]
     # Integers that are to be summed can be added by the network; everything else has to arrive rank by rank.

@@ -14,8 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .balancer import Balancer, Update, set_centred
+from .balancer import Balancer, Update
 from .distribution import real_tokens
+from .margins import margins, refuse_without_runner_up, settled
 from .order_statistic import Bf16Columns, order_statistic_rounds
 from .routing import SPACES, Routing, Space
 
@@ -23,11 +24,13 @@ from .routing import SPACES, Routing, Space
 class ExactQuantile(Balancer):
     """Args:
     space: what the bias is added to. "logits" (default): bf16 costs nothing there. On "scores", bf16 stalls once sigmoid
-        scores are far from 0.5 (routing.md section 9 measured a floor of 0.09 to 0.12).
+        scores are far from 0.5.
+
+    With groups so tight that an expert is within reach of fewer tokens than its fair share, its quantile does not exist and
+    its bias stays: balance is then limited by the choice of groups (prefer group_top_k >= 2).
     """
 
     name: ClassVar[str] = "eqb"
-    sets_bias: ClassVar[bool] = True
     bias: Tensor
     tokens: Tensor
 
@@ -39,6 +42,7 @@ class ExactQuantile(Balancer):
         self.margins = Bf16Columns()
 
     def build(self) -> None:
+        refuse_without_runner_up("ExactQuantile", self.top_k, self.reachable, self.num_experts)
         self.add_state("bias", (self.num_experts,))
         self.add_statistic("tokens")
 
@@ -48,20 +52,15 @@ class ExactQuantile(Balancer):
     def observe(self, routing: Routing) -> None:
         if self.top_k == self.num_experts:  # every expert is always chosen: nothing to balance
             return
-        margins_TE = (routing.selection - routing.cutoff[:, None]).to(torch.bfloat16)
-        # An expert that was ruled out for a token (-inf) cannot take it under any bias. (-inf minus a -inf cutoff is NaN.)
-        margins_TE = margins_TE.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
-        if routing.mask is not None:
-            # -inf ranks below every real value and `tokens` does not count it: padding is not there.
-            margins_TE = margins_TE.masked_fill(~routing.mask[:, None], float("-inf"))
-        self.margins.add(margins_TE)
+        # Padding is -inf there: it ranks below every real value, and `tokens` does not count it.
+        self.margins.add(margins(routing).to(torch.bfloat16))
         self.tokens += real_tokens(routing)
 
     def update(self) -> Update:
         quantile_E, tokens = yield from order_statistic_rounds(
             self.margins, self.tokens, lambda total: total * self.top_k // self.num_experts, self.num_experts
         )
-        set_centred(self.bias, torch.where(tokens > 0, -quantile_E.float(), self.bias))
+        settled(self.bias, -quantile_E.float(), tokens)
 
     def reset_statistics(self) -> None:
         super().reset_statistics()

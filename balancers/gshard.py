@@ -14,6 +14,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from .balancer import Balancer, Injection, require_nonnegative
+from .collective import GroupRef
 from .distribution import inject_through_probabilities, probabilities, real_mean, real_tokens
 from .routing import Routing
 
@@ -27,7 +28,8 @@ class GShardLoss(Balancer):
         coeff: weight of the loss, >= 0.
         scope: whose load f is. "microbatch": this rank's microbatch. "sequence": each document of its own (packed
             sequences count per document), a document weighing as much as its tokens. "global": all ranks of `group`
-            and the microbatches of the step so far; P stays local.
+            and the microbatches of the step so far; P stays local. One collective per training forward: every rank must
+            run the same number of them.
         group: process group of the "global" scope; None = all ranks.
     """
 
@@ -44,7 +46,7 @@ class GShardLoss(Balancer):
         require_nonnegative("GShardLoss", coeff=coeff)
         if scope not in SCOPES:
             raise ValueError(f"GShardLoss: scope={scope!r}; choose one of {', '.join(map(repr, SCOPES))}")
-        self.coeff, self.scope, self.group = coeff, scope, group
+        self.coeff, self.scope, self.group = coeff, scope, GroupRef(group)
 
     def build(self) -> None:
         self.add_statistic("step_counts", (self.num_experts,))
@@ -52,10 +54,8 @@ class GShardLoss(Balancer):
     def observe(self, routing: Routing) -> None:
         if self.scope != "global":
             return
-        counts_E = routing.counts.clone()
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(counts_E, group=self.group)
-        self.step_counts += counts_E
+        distributed = dist.is_available() and dist.is_initialized()
+        self.step_counts += self.group.all_reduce(routing.counts) if distributed else routing.counts
 
     def inject(self, routing: Routing, documents: Tensor) -> Injection:
         probs_TE = probabilities(routing, self.score)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..kernels import uniform_histogram
-from .balancer import Balancer, Update, set_centred
+from .balancer import Balancer, Update
 from .distribution import real_tokens
+from .margins import margins, refuse_without_runner_up, settled
 from .routing import Routing, Space
 
 
@@ -27,7 +28,6 @@ class HistogramQuantile(Balancer):
     """
 
     name: ClassVar[str] = "qb_histogram"
-    sets_bias: ClassVar[bool] = True
     space: Space = "scores"
     bias: Tensor
     histogram: Tensor
@@ -45,6 +45,7 @@ class HistogramQuantile(Balancer):
                 f'HistogramQuantile on a router with score="{self.score}": its bins cover sigmoid scores only and would clip. '
                 'Use score="sigmoid", or ExactQuantile (eqb), which has no range'
             )
+        refuse_without_runner_up("HistogramQuantile", self.top_k, self.reachable, self.num_experts)
         self.add_state("bias", (self.num_experts,))
         self.add_statistic("histogram", (self.num_experts, self.bins))
         self.add_statistic("tokens")
@@ -59,13 +60,12 @@ class HistogramQuantile(Balancer):
     def observe(self, routing: Routing) -> None:
         if self.top_k == self.num_experts:  # every expert is always chosen: nothing to balance
             return
-        required_TE = routing.cutoff[:, None] - routing.selection
-        self.histogram += uniform_histogram(required_TE, *self.bounds(), self.bins, routing.mask)
+        self.histogram += uniform_histogram(-margins(routing), *self.bounds(), self.bins, routing.mask)
         self.tokens += real_tokens(routing)
 
     def update(self) -> Update:
         histogram_EB, tokens = yield self.histogram, self.tokens
-        wanted = tokens * self.top_k / self.num_experts
+        wanted = tokens.double() * self.top_k / self.num_experts
         cumulative_EB = histogram_EB.cumsum(dim=1)
         # The first bin in which the running count reaches ceil(wanted).
         bin_E1 = (cumulative_EB < torch.ceil(wanted)).sum(dim=1, keepdim=True).clamp(max=self.bins - 1)
@@ -74,7 +74,7 @@ class HistogramQuantile(Balancer):
         fraction_E1 = ((wanted - below_E1) / inside_E1.clamp(min=1)).clamp(0, 1)
         low, high = self.bounds()
         new_E = low + (bin_E1 + fraction_E1).squeeze(1) * ((high - low) / self.bins)
-        set_centred(self.bias, torch.where(tokens > 0, new_E, self.bias))
+        settled(self.bias, new_E, tokens)
 
     def report(self) -> dict[str, Tensor]:
         return {"bias_span": self.bias.max() - self.bias.min()}

@@ -23,7 +23,7 @@ class InjectGradient(torch.autograd.Function):
     def forward(
         ctx: Any, scores: Tensor, logits: Tensor, scores_grad: Tensor | None, logits_grad: Tensor | None, loss_grad: Tensor
     ) -> Tensor:
-        ctx.scores_grad, ctx.logits_grad = scores_grad, logits_grad
+        ctx.save_for_backward(scores_grad, logits_grad)  # so that activation checkpointing can drop them
         # Read in the backward, where anchor_loss has just filled it; saving it as a tensor for backward would make
         # that in-place update an error.
         ctx.loss_grad = loss_grad
@@ -31,8 +31,9 @@ class InjectGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_scores: Tensor) -> tuple[Tensor | None, ...]:
+        scores_grad, logits_grad = ctx.saved_tensors
         strength = ctx.loss_grad.to(grad_scores.dtype)
-        if ctx.scores_grad is not None:
-            grad_scores = grad_scores + strength * ctx.scores_grad
-        grad_logits = None if ctx.logits_grad is None else strength * ctx.logits_grad
+        if scores_grad is not None:
+            grad_scores = grad_scores + strength * scores_grad
+        grad_logits = None if logits_grad is None else strength * logits_grad
         return grad_scores, grad_logits, None, None, None

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from .balancer import Balancer, Injection, require_nonnegative
+from .collective import GroupRef
 from .distribution import real_tokens
 from .routing import Routing
 
@@ -48,13 +49,11 @@ class LoadErrorInjection(Balancer):
             raise ValueError(f"LoadErrorInjection: tau={tau}; it must be > 0 (1 in the paper)")
         if scale not in SCALES:
             raise ValueError(f"LoadErrorInjection: scale={scale!r}; choose one of {', '.join(map(repr, SCALES))}")
-        self.coeff, self.tau, self.scale, self.group = coeff, tau, scale, group
+        self.coeff, self.tau, self.scale = coeff, tau, scale
+        self.group = None if group is None else GroupRef(group)
 
     def inject(self, routing: Routing, documents: Tensor) -> Injection:
-        counts_E = routing.counts
-        if self.group is not None:
-            counts_E = counts_E.clone()
-            dist.all_reduce(counts_E, group=self.group)
+        counts_E = routing.counts if self.group is None else self.group.all_reduce(routing.counts)
         assigned = counts_E.sum()
         error_E = counts_E.to(routing.scores.dtype) * self.num_experts / assigned.clamp(min=1) - 1
         error_E = torch.where(assigned > 0, error_E, 0.0)

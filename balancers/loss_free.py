@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .balancer import Balancer, Update, require_nonnegative, set_centred
+from .balancer import Balancer, Update, require_nonnegative
+from .margins import settled
 from .routing import Routing, Space
 
 
@@ -19,7 +20,6 @@ class LossFree(Balancer):
     """
 
     name: ClassVar[str] = "loss_free"
-    sets_bias: ClassVar[bool] = True
     space: Space = "scores"
     bias: Tensor
     counts: Tensor
@@ -44,6 +44,6 @@ class LossFree(Balancer):
         # E * c_e against sum(c): the fair share need not be an integer, the comparison stays one.
         nudged_E = self.bias + self.rate * torch.sign(counts_E.sum() - self.num_experts * counts_E)
         if self.centred:
-            set_centred(self.bias, nudged_E)
+            settled(self.bias, nudged_E, tokens=counts_E.sum())
         else:
             self.bias.copy_(nudged_E)

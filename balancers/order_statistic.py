@@ -25,24 +25,25 @@ _DENSE_ROWS = 131_072
 class Bf16Columns:
     """Columns of bfloat16 numbers that arrive batch by batch; answers with histograms of their keys.
 
-    Keeps the values, or their dense histogram once that is smaller. Same answers either way.
+    Keeps the values, or their dense histogram once that is smaller. Same answers either way. One growing tensor rather than
+    a list of batches: torch.compile would compile anew for every length of a list.
     """
 
     def __init__(self) -> None:
-        self.batches: list[Tensor] = []
-        self.dense: Tensor | None = None
+        self.values: Tensor | None = None  # (rows, E)
+        self.dense: Tensor | None = None  # (E, 65536)
 
     def add(self, values_TE: Tensor) -> None:
         """(T, E) bfloat16 without NaN."""
-        self.batches.append(values_TE)
-        if sum(batch.shape[0] for batch in self.batches) > _DENSE_ROWS:
-            batches = dense_histogram(self._keys(values_TE.shape[1], values_TE.device))
-            self.dense = batches if self.dense is None else self.dense + batches
-            self.batches.clear()
+        values = values_TE if self.values is None else torch.cat([self.values, values_TE])
+        if values.shape[0] > _DENSE_ROWS:
+            counts = dense_histogram(bf16_key(values))
+            self.dense = counts if self.dense is None else self.dense + counts
+            values = values[:0]
+        self.values = values
 
     def clear(self) -> None:
-        self.batches.clear()
-        self.dense = None
+        self.values = self.dense = None
 
     def coarse(self, num_columns: int, device: torch.device) -> Tensor:
         """(E, 256) int32 counts of the keys' high bytes."""
@@ -59,28 +60,28 @@ class Bf16Columns:
 
     def _keys(self, num_columns: int, device: torch.device) -> Tensor:
         empty = torch.empty(0, num_columns, dtype=torch.bfloat16, device=device)
-        return bf16_key(torch.cat([empty, *self.batches]))
+        return bf16_key(empty if self.values is None else self.values)
 
 
 def order_statistic_rounds(
-    columns: Bf16Columns, local_tokens: Tensor, rank_of: Callable[[Tensor], Tensor], num_columns: int
+    columns: Bf16Columns, local: Tensor, rank_of: Callable[[Tensor], Tensor], num_columns: int
 ) -> Generator[Sums, Any, tuple[Tensor, Tensor]]:
     """Two rounds of local sums in, global sums out (see Balancer.update).
 
     Args:
-        local_tokens: 0-dim int64, how many rows of this rank count.
-        rank_of: from the global number of rows to the rank from the top (0 = largest), a 0-dim or (E,) int64 tensor.
+        local: integers of this rank that are to be summed beside the first histogram, such as how many rows count.
+        rank_of: from their global sum to the rank from the top (0 = largest), a 0-dim or (E,) int64 tensor.
 
     Returns:
-        (E,) bfloat16 statistic, and the 0-dim int64 global number of rows. Where the rank is past the last value the
-        statistic is meaningless; the caller knows both numbers.
+        (E,) bfloat16 statistic, and the global sum of `local`. Where the rank is past the last value the statistic is
+        meaningless; the caller knows both numbers.
     """
-    coarse_EB, tokens = yield columns.coarse(num_columns, local_tokens.device), local_tokens
-    rank_E = rank_of(tokens).expand(num_columns)
+    coarse_EB, total = yield columns.coarse(num_columns, local.device), local
+    rank_E = rank_of(total).expand(num_columns)
     high_E, rank_inside_E = _descend(coarse_EB, rank_E)
     fine_EB = yield columns.fine(high_E)
     low_E, _ = _descend(fine_EB, rank_inside_E)
-    return bf16_unkey((high_E << 8 | low_E).to(torch.int32)), tokens
+    return bf16_unkey((high_E << 8 | low_E).to(torch.int32)), total
 
 
 def global_order_statistic(
@@ -102,23 +103,26 @@ def global_order_statistic(
         0-dim or (E,) bfloat16; both zeros count as one number and come back as 0.0.
 
     Raises:
-        ValueError: on every rank alike if the rank is not below the global number of values; also for a wrong dtype or
-            shape, and for NaN.
+        ValueError: on every rank alike if the rank is not below the global number of values; also for NaN on any
+            rank. For a wrong dtype or shape, on the rank that has it.
     """
     if values_bf16.dtype != torch.bfloat16:
         raise ValueError(f"values have dtype {values_bf16.dtype}; round them to bfloat16 first: the result is exact for bf16")
     if values_bf16.dim() not in (1, 2):
         raise ValueError(f"values have shape {tuple(values_bf16.shape)}; give (T,) or (T, E)")
-    if values_bf16.isnan().any():
-        raise ValueError("values hold NaN, which has no rank; drop those rows first")
     values_TE = values_bf16 if values_bf16.dim() == 2 else values_bf16[:, None]
     rows, num_columns = values_TE.shape
-    rank = torch.as_tensor(rank_from_top, dtype=torch.int64, device=values_TE.device)
+    rank = torch.as_tensor(rank_from_top, device=values_TE.device)
+    if rank.is_floating_point() or rank.shape not in ((), (num_columns,)):
+        raise ValueError(f"rank_from_top={rank_from_top!r}; give a whole number, or one per column ({num_columns}) as a tensor")
     columns = Bf16Columns()
     columns.add(values_TE)
-    local_tokens = torch.tensor(rows, device=values_TE.device)
-    rounds = order_statistic_rounds(columns, local_tokens, lambda _: rank, num_columns)
-    [(statistic_E, tokens)] = run_lockstep([rounds], group, collective)
+    # Values that only one rank can judge are judged after the sum, so that all ranks raise and none is left waiting.
+    local = torch.stack([torch.tensor(rows, device=values_TE.device), values_TE.isnan().sum()])
+    rounds = order_statistic_rounds(columns, local, lambda _: rank, num_columns)
+    [(statistic_E, (tokens, nans))] = run_lockstep([rounds], group, collective)
+    if nans:
+        raise ValueError(f"{int(nans)} of the values are NaN, which has no rank; drop those rows first")
     if not ((rank >= 0) & (rank < tokens)).all():
         raise ValueError(f"rank_from_top={rank.tolist()} with {int(tokens)} values in all; it must be in 0..{int(tokens) - 1}")
     return statistic_E if values_bf16.dim() == 2 else statistic_E[0]

@@ -23,7 +23,7 @@ from .routing import Routing
 
 Potential = str | tuple[str, float]
 TRACKS = ("probs", "counts")
-WHEN = ("step", "microbatch")
+UPDATES = ("step", "microbatch")
 # E * m below this counts as this: the slope of log and of q < 1 is unbounded at 0.
 _SMALLEST = 1e-6
 
@@ -36,7 +36,7 @@ class PhiBalancing(Balancer):
     track: what m follows, "probs" (the mean distribution) or "counts" (the share of assignments). Soft means can be
         balanced while hard counts are not; the report shows both.
     sync: average the batch mean over all ranks at the step. False: every rank keeps an m of its own.
-    when: "step" uses the m left by earlier steps (causal; gradient accumulation cannot know the step's own mean before
+    update: "step" uses the m left by earlier steps (causal; gradient accumulation cannot know the step's own mean before
         its first backward). "microbatch" first mixes in the microbatch's own mean, for this microbatch only.
     """
 
@@ -52,16 +52,16 @@ class PhiBalancing(Balancer):
         potential: Potential = "negentropy",
         track: Literal["probs", "counts"] = "probs",
         sync: bool = True,
-        when: Literal["step", "microbatch"] = "step",
+        update: Literal["step", "microbatch"] = "step",
     ) -> None:
         super().__init__()
         require_nonnegative("PhiBalancing", coeff=coeff)
         if not 0 < eta <= 1:
             raise ValueError(f"PhiBalancing: eta={eta}; it must be in (0, 1]: the weight of the new batch")
-        for option, value, allowed in (("track", track, TRACKS), ("when", when, WHEN)):
+        for option, value, allowed in (("track", track, TRACKS), ("update", update, UPDATES)):
             if value not in allowed:
                 raise ValueError(f"PhiBalancing: {option}={value!r}; choose one of {', '.join(map(repr, allowed))}")
-        self.coeff, self.eta, self.track, self.sync, self.when = coeff, eta, track, sync, when
+        self.coeff, self.eta, self.track, self.sync, self.mean_of = coeff, eta, track, sync, update
         self.q = potential_order(potential)
 
     def build(self) -> None:
@@ -72,7 +72,7 @@ class PhiBalancing(Balancer):
     def inject(self, routing: Routing, documents: Tensor) -> Injection:
         probs_TE = probabilities(routing, self.score)
         mean_E = self.mean
-        if self.when == "microbatch":
+        if self.mean_of == "microbatch":
             mean_E = torch.where(real_tokens(routing) > 0, torch.lerp(mean_E, self._share(routing).float(), self.eta), mean_E)
         slope_E = q_logarithm(self.num_experts * mean_E, self.q).to(probs_TE.dtype)
         value = self.coeff * (real_mean(probs_TE, routing) * slope_E).sum()
@@ -97,7 +97,7 @@ class PhiBalancing(Balancer):
     def _share(self, routing: Routing) -> Tensor:
         """(E,) the microbatch's mean of what m follows; sums to 1."""
         if self.track == "counts":
-            return routing.counts / routing.counts.sum().clamp(min=1)
+            return routing.counts.to(routing.scores.dtype) / routing.counts.sum().clamp(min=1)
         return real_mean(probabilities(routing, self.score), routing)
 
 
@@ -107,7 +107,7 @@ def potential_order(potential: Potential) -> float:
         fixed = {"negentropy": 1.0, "quadratic": 2.0}
         if potential in fixed:
             return fixed[potential]
-    elif len(potential) == 2:
+    elif isinstance(potential, tuple | list) and len(potential) == 2:
         kind, order = potential
         convex_above = {"lp": 1.0, "tsallis": 0.0}
         if kind in convex_above and float(order) > convex_above[kind]:

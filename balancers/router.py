@@ -4,23 +4,36 @@ Shape suffixes: T tokens (all leading dimensions flattened), D model width, E ex
 """
 
 import dataclasses
-import warnings
-from collections.abc import Generator, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Generator, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import metrics
-from .balancer import Balancer, StatefulModule
+from .balancer import Balancer, BalancerList, StatefulModule
 from .collective import PerRank, Sums
 from .distribution import real_tokens
+from .documents import document_numbers
 from .inject import InjectGradient
+from .never_balanced import NeverBalanced
 from .recompute import first_sight
 from .registry import make_balancers
 from .report import LayerSums
-from .routing import NanPolicy, Routing, Score, Space, at_least_float32, check_options, combine_weights, flatten_mask, route
+from .routing import (
+    NanPolicy,
+    Routing,
+    Score,
+    Space,
+    at_least_float32,
+    best_groups,
+    check_options,
+    combine_weights,
+    flatten_mask,
+    reachable_experts,
+    route,
+)
 
 
 class Router(StatefulModule):
@@ -40,7 +53,7 @@ class Router(StatefulModule):
     `.to(bfloat16)`. In eval mode nothing is observed and no buffer changes.
     """
 
-    balancers: Sequence[Balancer]  # an nn.ModuleList
+    balancers: BalancerList
     loss_grad: Tensor
     # sums over the step so far
     counts: Tensor
@@ -85,9 +98,9 @@ class Router(StatefulModule):
         }
         check_options(num_experts, top_k, score, num_groups, group_top_k, nan, self.space)
         for balancer in built:
-            balancer.bind(num_experts, top_k, score)
-        self.balancers = cast(Sequence[Balancer], nn.ModuleList(built))
-        self.with_loss = [balancer for balancer in built if type(balancer).inject is not Balancer.inject]
+            balancer.bind(num_experts, top_k, score, reachable_experts(num_experts, num_groups, group_top_k))
+        self.balancers = BalancerList(built)
+        self.with_loss = [balancer for balancer in built if balancer.injects]
 
         self.add_statistic("loss_grad", fill=1, dtype=torch.float32)  # set by anchor_loss, see inject.py
         self.add_statistic("counts", (num_experts,))
@@ -98,8 +111,8 @@ class Router(StatefulModule):
         self.add_statistic("local_maxvio_sum", dtype=torch.float64)
         self.add_statistic("local_maxvio_worst", dtype=torch.float64)
         self.add_statistic("loss_sums", (len(self.with_loss),), dtype=torch.float64)
-        self.selections: list[tuple[Tensor, Tensor | None]] = []  # for the residual
-        self._never_balanced = _NeverBalanced()
+        self.seen: tuple[Tensor, Tensor] | None = None  # selection (rows, E) and mask (rows,) of the step, for the residual
+        self.never_balanced = NeverBalanced()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -127,6 +140,7 @@ class Router(StatefulModule):
         if self.weight is not None and x.shape[-1] != self.weight.shape[1]:
             raise ValueError(f"input has width {x.shape[-1]}; this router was built with d_model={self.weight.shape[1]}")
         flatten_mask(mask, x.shape[:-1])  # refuses a wrong shape or dtype before the mask is used
+        documents = document_numbers(document_ids, mask, x)
         logits = self._gate(x, mask)
         if logits.shape[-1] != self.num_experts:
             raise ValueError(f"logits have {logits.shape[-1]} columns; this router has num_experts={self.num_experts}")
@@ -134,7 +148,7 @@ class Router(StatefulModule):
         biasing = self.biasing
         bias = None if biasing is None else biasing.selection_bias
         routing = route(logits, self.top_k, bias=bias, mask=mask, replay=replay, **self.options)
-        return self._train_step(routing, _document_numbers(document_ids, x)) if self.training else routing
+        return self._train_step(routing, documents) if self.training else routing
 
     @property
     def biasing(self) -> Balancer | None:
@@ -145,16 +159,23 @@ class Router(StatefulModule):
         x = at_least_float32(x)
         if self.weight is None:
             return x
+        # 0 times the NaN of a row that must not speak would still be NaN in the weight's gradient.
         if mask is not None:
-            x = x.masked_fill(
-                ~mask[..., None], 0.0
-            )  # 0 times the NaN of a padding row would still be NaN in the weight's gradient
+            x = x.masked_fill(~mask[..., None], 0.0)
+        bad = None
+        if self.options["nan"] == "route":
+            bad = ~x.detach().isfinite().all(dim=-1, keepdim=True)
+            x = x.masked_fill(bad, 0.0)
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x, self.weight.to(x.dtype))
+            logits = F.linear(x, self.weight.to(x.dtype))
+        return logits if bad is None else logits.masked_fill(bad, float("nan"))
 
     def _train_step(self, routing: Routing, documents: Tensor) -> Routing:
         """Observe, and inject the gradients of all balancers into the scores."""
         with torch.no_grad():
+            if self.counts.device != routing.counts.device:
+                for module in (self, *self.balancers):
+                    module.statistics_to(routing.counts.device)
             seen = first_sight(routing)
             if seen is not None:
                 self._observe(seen)
@@ -171,7 +192,7 @@ class Router(StatefulModule):
         return dataclasses.replace(routing, scores=scores, weights=weights)
 
     def _observe(self, routing: Routing) -> None:
-        self._never_balanced.check(self)
+        self.never_balanced.check(self.weight, [balancer.name for balancer in self.balancers if balancer.updates])
         tokens = real_tokens(routing)
         some = (tokens > 0).long()
         self.counts += routing.counts
@@ -184,16 +205,26 @@ class Router(StatefulModule):
             torch.where(tokens > 0, torch.maximum(self.local_maxvio_worst, local), self.local_maxvio_worst)
         )
         if self.biasing is not None:
-            # A chosen expert among the K largest raw values is one the router would have chosen by itself.
-            kth_T1 = routing.selection.topk(self.top_k, dim=-1).values[:, -1:]
-            agreed_TK = routing.selection.gather(1, routing.indices) >= kth_T1
+            # A chosen expert among the K largest values without a bias is one the router would have chosen by itself.
+            allowed_TE = best_groups(routing.selection, self.options["num_groups"], self.options["group_top_k"])
+            own_TE = routing.selection if allowed_TE is None else routing.selection.masked_fill(~allowed_TE, float("-inf"))
+            chosen_TK = own_TE.gather(1, routing.indices)
+            agreed_TK = (chosen_TK >= own_TE.topk(self.top_k, dim=-1).values[:, -1:]) & (chosen_TK > float("-inf"))
             if routing.mask is not None:
                 agreed_TK = agreed_TK & routing.mask[:, None]
             self.agreed += agreed_TK.sum()
             if self.measure_residual:
-                self.selections.append((routing.selection, routing.mask))
+                self._remember(routing)
         for balancer in self.balancers:
             balancer.observe(routing)
+
+    def _remember(self, routing: Routing) -> None:
+        """Keep what the residual needs: one growing pair of tensors (a list would make torch.compile start anew)."""
+        mask = torch.ones_like(routing.selection[:, 0], dtype=torch.bool) if routing.mask is None else routing.mask
+        if self.seen is not None:
+            self.seen = (torch.cat([self.seen[0], routing.selection]), torch.cat([self.seen[1], mask]))
+        else:
+            self.seen = (routing.selection, mask)
 
     def step_sums(self) -> Generator[Sums, Any, LayerSums]:
         """One round: what the report needs, summed over ranks."""
@@ -220,18 +251,19 @@ class Router(StatefulModule):
     def residual_counts(self, biasing: Balancer) -> Generator[Sums, Any, Tensor]:
         """One round: (E,) counts of the step's own tokens, routed again with the bias that the step has just produced."""
         counts = torch.zeros_like(self.counts)
-        for selection, mask in self.selections:
-            counts += route(selection, self.top_k, bias=biasing.selection_bias, score="identity", mask=mask).counts
+        if self.seen is not None:
+            selection, mask = self.seen
+            options = self.options | {"score": "identity", "space": "logits"}  # the selection values are final
+            counts = route(selection, self.top_k, bias=biasing.selection_bias, mask=mask, **options).counts
         total = yield counts
         return total
 
     def reset_statistics(self) -> None:
         super().reset_statistics()
-        self.selections.clear()
+        self.seen = None
 
-    def end_step(self) -> None:
-        """Forget the step, here and in the balancers."""
-        self._never_balanced.balanced()
+    def forget_step(self) -> None:
+        """Start the step's statistics anew, here and in the balancers."""
         self.reset_statistics()
         for balancer in self.balancers:
             balancer.reset_statistics()
@@ -246,40 +278,6 @@ def routers(model: nn.Module) -> dict[str, Router]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
 
 
-class _NeverBalanced:
-    """Warns, once, when training goes on and `balance_step` is never called: the balancers would silently do nothing.
-
-    An optimizer step is seen by the gate's weight having changed in place.
-    """
-
-    # A learning-rate warm-up test or a manual edit may touch the weight once or twice; three steps are a training run.
-    PATIENCE = 3
-
-    def __init__(self) -> None:
-        self.version: int | None = None
-        self.changes = 0
-        self.silent = False
-
-    def balanced(self) -> None:
-        self.silent = True
-
-    def check(self, router: Router) -> None:
-        if self.silent or torch.compiler.is_compiling() or router.weight is None or not len(router.balancers):
-            return
-        version = router.weight._version
-        if self.version is not None and version != self.version:
-            self.changes += 1
-        self.version = version
-        if self.changes >= self.PATIENCE:
-            self.silent = True
-            warnings.warn(
-                f"a Router with {', '.join(b.name for b in router.balancers)} has trained for {self.changes} optimizer steps "
-                "without balance_step: its biases and averages never change. Call evenload.balance_step(model) once per "
-                "optimizer step, or evenload.attach(model, optimizer) once.",
-                stacklevel=2,
-            )
-
-
 def _space_of(balancers: Iterable[Balancer]) -> Space:
     """Where selection happens: what the balancer with the bias says, and on raw logits where there is none."""
     biased = [balancer for balancer in balancers if balancer.sets_bias]
@@ -287,20 +285,6 @@ def _space_of(balancers: Iterable[Balancer]) -> Space:
         names = " and ".join(balancer.name for balancer in biased)
         raise ValueError(f"{names} both set the selection bias; keep one of them (gradient balancers such as lei can be added)")
     return biased[0].space if biased else "logits"
-
-
-def _document_numbers(document_ids: Tensor | None, x: Tensor) -> Tensor:
-    """(T,) int64: which document each token belongs to, numbered from 0 in order; rows never share one."""
-    leading = x.shape[:-1]
-    if document_ids is None:
-        starts = torch.zeros(leading, dtype=torch.bool, device=x.device)
-    elif document_ids.shape != leading:
-        raise ValueError(f"document_ids have shape {tuple(document_ids.shape)}; the input's leading shape is {tuple(leading)}")
-    else:
-        starts = F.pad(document_ids[..., 1:] != document_ids[..., :-1], (1, 0))
-    starts = torch.atleast_1d(starts)
-    starts[..., :1] = True
-    return starts.flatten().cumsum(dim=0) - 1
 
 
 def _sum(tensors: Iterable[Tensor | None]) -> Tensor | None:

@@ -37,8 +37,8 @@ class Routing:
         counts: (E,) int64, real tokens per expert.
         cutoff: (T,) float32, the (K+1)-th largest selection value with its bias; -inf where every candidate is chosen.
         logits: (T, E) float32 raw router logits; 0 on padding rows and on NaN rows that were routed all the same.
-        selection: (T, E) float32 without gradient: what the bias is added to (logits or scores), -inf for experts that
-            group-limited routing ruled out.
+        selection: (T, E) float32 without gradient: what the bias is added to, the logits or the scores.
+        allowed: (T, E) bool, the experts of the groups that group-limited routing kept; None = all of them.
         mask: (T,) bool, True = real token; None = all are.
         nan_rows: 0-dim int64, real rows that held NaN (always 0 with nan="raise").
     """
@@ -50,6 +50,7 @@ class Routing:
     cutoff: Tensor
     logits: Tensor
     selection: Tensor
+    allowed: Tensor | None
     mask: Tensor | None
     nan_rows: Tensor
 
@@ -104,10 +105,9 @@ def route(
     if callable(bias):
         bias = bias(selection_TE, mask_T)
     biased_TE = selection_TE if bias is None else selection_TE + _checked_bias(bias, selection_TE)
-    if num_groups is not None and group_top_k is not None:
-        ruled_out_TE = ~_allowed(biased_TE, num_groups, group_top_k)
-        selection_TE = selection_TE.masked_fill(ruled_out_TE, float("-inf"))
-        biased_TE = biased_TE.masked_fill(ruled_out_TE, float("-inf"))
+    allowed_TE = best_groups(biased_TE, num_groups, group_top_k)
+    if allowed_TE is not None:
+        biased_TE = biased_TE.masked_fill(~allowed_TE, float("-inf"))  # not 0: biased values may all be negative
 
     indices_TK, cutoff_T = stable_top_k(biased_TE, top_k)
     if replay is not None:
@@ -120,6 +120,7 @@ def route(
         cutoff=cutoff_T,
         logits=logits_TE,
         selection=selection_TE,
+        allowed=allowed_TE,
         mask=mask_T,
         nan_rows=nan_rows,
     )
@@ -165,8 +166,10 @@ def check_options(
     num_experts: int, top_k: int, score: str, num_groups: int | None, group_top_k: int | None, nan: str, space: str
 ) -> None:
     """Refuse a choice of options that cannot route, naming the value and what would be right."""
-    if not 1 <= top_k <= num_experts:
-        raise ValueError(f"top_k={top_k} with num_experts={num_experts}; top_k must be between 1 and num_experts")
+    if not isinstance(top_k, int) or not 1 <= top_k <= num_experts:
+        raise ValueError(
+            f"top_k={top_k} with num_experts={num_experts}; top_k must be a whole number between 1 and num_experts"
+        )
     for name, value, allowed in (("score", score, tuple(SCORES)), ("nan", nan, NAN_POLICIES), ("space", space, SPACES)):
         if value not in allowed:
             raise ValueError(f"{name}={value!r}; choose one of {', '.join(map(repr, allowed))}")
@@ -178,9 +181,14 @@ def check_options(
         raise ValueError(f"num_groups={num_groups} does not divide num_experts={num_experts} into equal groups")
     if not 1 <= group_top_k <= num_groups:
         raise ValueError(f"group_top_k={group_top_k} with num_groups={num_groups}; it must be between 1 and num_groups")
-    reachable = group_top_k * (num_experts // num_groups)
+    reachable = reachable_experts(num_experts, num_groups, group_top_k)
     if top_k > reachable:
         raise ValueError(f"top_k={top_k}, but {group_top_k} groups hold only {reachable} experts; raise group_top_k")
+
+
+def reachable_experts(num_experts: int, num_groups: int | None, group_top_k: int | None) -> int:
+    """How many experts a token can choose from."""
+    return num_experts if num_groups is None or group_top_k is None else group_top_k * (num_experts // num_groups)
 
 
 def _clean(logits_TE: Tensor, mask_T: Tensor | None, nan: NanPolicy) -> tuple[Tensor, Tensor]:
@@ -212,8 +220,10 @@ def _checked_bias(bias: Tensor, selection_TE: Tensor) -> Tensor:
     return bias.detach().float()
 
 
-def _allowed(biased_TE: Tensor, num_groups: int, group_top_k: int) -> Tensor:
-    """(T, E) bool: the experts of each token's best groups."""
+def best_groups(biased_TE: Tensor, num_groups: int | None, group_top_k: int | None) -> Tensor | None:
+    """(T, E) bool: the experts of each token's best groups; None without groups."""
+    if num_groups is None or group_top_k is None:
+        return None
     grouped_TGM = biased_TE.unflatten(1, (num_groups, -1))
     best_two = min(2, grouped_TGM.shape[-1])
     value_TG = grouped_TGM.topk(best_two, dim=-1).values.sum(dim=-1)

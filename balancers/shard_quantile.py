@@ -11,8 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .balancer import Balancer, Update, set_centred
+from .balancer import Balancer, Update
 from .distribution import real_tokens
+from .margins import margins, refuse_without_runner_up, settled
 from .routing import Routing
 
 
@@ -24,7 +25,6 @@ class ShardQuantile(Balancer):
     """
 
     name: ClassVar[str] = "qb"
-    sets_bias: ClassVar[bool] = True
     bias: Tensor
     quantile_sum: Tensor
     shards: Tensor
@@ -36,6 +36,7 @@ class ShardQuantile(Balancer):
         self.ema = ema
 
     def build(self) -> None:
+        refuse_without_runner_up("ShardQuantile", self.top_k, self.reachable, self.num_experts)
         self.add_state("bias", (self.num_experts,))
         self.add_statistic("quantile_sum", (self.num_experts,), dtype=torch.float64)
         self.add_statistic("shards")
@@ -47,12 +48,9 @@ class ShardQuantile(Balancer):
         rows = routing.selection.shape[0]
         if rows == 0 or self.top_k == self.num_experts:  # every expert is always chosen: nothing to balance
             return
-        margins_TE = routing.selection - routing.cutoff[:, None]
-        if routing.mask is not None:
-            margins_TE = margins_TE.masked_fill(~routing.mask[:, None], float("-inf"))
         tokens = real_tokens(routing)
         rank = tokens * self.top_k // self.num_experts
-        largest = margins_TE.topk(rows * self.top_k // self.num_experts + 1, dim=0).values
+        largest = margins(routing).topk(rows * self.top_k // self.num_experts + 1, dim=0).values
         quantile_E = largest.gather(0, rank.expand(1, self.num_experts))[0]
         self.quantile_sum += torch.where(tokens > 0, quantile_E.double(), 0.0)
         self.shards += (tokens > 0).long()
@@ -60,4 +58,4 @@ class ShardQuantile(Balancer):
     def update(self) -> Update:
         quantile_sum_E, shards = yield self.quantile_sum, self.shards
         estimate_E = -quantile_sum_E / shards.clamp(min=1)
-        set_centred(self.bias, torch.where(shards > 0, self.ema * self.bias + (1 - self.ema) * estimate_E, self.bias))
+        settled(self.bias, self.ema * self.bias + (1 - self.ema) * estimate_E, tokens=shards)

@@ -21,7 +21,6 @@ class Sinkhorn(Balancer):
     """
 
     name: ClassVar[str] = "sinkhorn"
-    sets_bias: ClassVar[bool] = True
 
     def __init__(self, iterations: int = 20) -> None:
         super().__init__()
@@ -39,5 +38,7 @@ class Sinkhorn(Balancer):
             if padding_T1 is not None:
                 plan_TE = plan_TE.masked_fill(padding_T1, float("-inf"))
             bias_E = -torch.logsumexp(plan_TE, dim=0)
-            bias_E = torch.where(bias_E.isfinite(), bias_E - bias_E.mean(), 0.0)
+            finite_E = bias_E.isfinite()  # an expert that is ruled out for every token takes no part
+            bias_E = bias_E.masked_fill(~finite_E, 0.0)
+            bias_E = (bias_E - bias_E.sum() / finite_E.sum().clamp(min=1)).masked_fill(~finite_E, 0.0)
         return bias_E

@@ -18,7 +18,8 @@ def balance_step(
 ) -> BalanceReport:
     """Update every balancer of `model` from all tokens of the optimizer step, and report the step's balance.
 
-    Call it once per optimizer step, after the step's last forward, on every rank alike. All layers share one collective per
+    Call it once per optimizer step, after the step's last backward (activation checkpointing routes again in there, and must
+    find the same bias), on every rank alike. All layers share one collective per
     round: two for EQB, one for the others, none on a single rank. A rank without tokens takes part; a step without any token
     changes no bias.
 
@@ -38,7 +39,7 @@ def balance_step(
             "or pass the module that holds it"
         )
     layers = list(found.values())
-    updates = [balancer.update() for layer in layers for balancer in layer.balancers]
+    updates = [update for layer in layers for b in layer.balancers if (update := b.update()) is not None]
     sums = run_lockstep([*(layer.step_sums() for layer in layers), *updates], group, collective)[: len(layers)]
 
     measured = {layer: layer.biasing for layer in layers if layer.measure_residual and layer.biasing is not None}
@@ -47,12 +48,23 @@ def balance_step(
     report = BalanceReport(
         names=tuple(found),
         sums=tuple(sums),
-        extras=tuple({k: v for b in layer.balancers for k, v in b.report().items()} for layer in layers),
+        extras=tuple({k: v.clone() for b in layer.balancers for k, v in b.report().items()} for layer in layers),
         residual_counts=tuple(counts.get(layer) for layer in layers),
     )
     for layer in layers:
-        layer.end_step()
+        layer.never_balanced.silent = True
+        layer.forget_step()
     return report
+
+
+@torch.no_grad()
+def discard_step(model: nn.Module) -> None:
+    """Forget what the routers of `model` have observed since the last `balance_step`: for a step that is thrown away.
+
+    After a skipped update (GradScaler found infinities) or an exception in the middle of a step. Biases and averages stay.
+    """
+    for layer in routers(model).values():
+        layer.forget_step()
 
 
 class Attachment:
@@ -75,6 +87,9 @@ def attach(
     model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup | None = None, *, collective: Collective = "all_reduce"
 ) -> Attachment:
     """Call `balance_step(model, group)` before every `optimizer.step()`, for training loops that are not yours to change.
+
+    A step that never reaches the optimizer (GradScaler skips it) is not balanced either: its tokens count in the next one,
+    unless you call `discard_step(model)`.
 
     Raises:
         ValueError: if the model has no Router.

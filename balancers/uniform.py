@@ -13,7 +13,10 @@ from .balancer import Balancer
 
 class ForcedUniform(Balancer):
     name: ClassVar[str] = "uniform"
-    sets_bias: ClassVar[bool] = True
+
+    def build(self) -> None:
+        if self.reachable < self.num_experts:
+            raise ValueError("ForcedUniform with groups: a group limit would overrule the round-robin; leave num_groups out")
 
     def selection_bias(self, selection: Tensor, mask: Tensor | None) -> Tensor:
         rows = selection.shape[0]

@@ -6,22 +6,24 @@ The public names are those of `evenload.balancers`, imported when first used: `e
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ._version import __version__
+from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .balancers import *  # noqa: F403
 
-__all__ = ["__version__"]
-
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
+    if name.startswith("__") and name != "__all__":
         raise AttributeError(name)
     balancers = importlib.import_module(".balancers", __name__)
+    if name == "balancers":
+        return balancers
+    if name == "__all__":
+        return ["__version__", "balancers", *balancers.__all__]
     if name not in balancers.__all__:
         raise AttributeError(f"module 'evenload' has no attribute {name!r}; it has {', '.join(balancers.__all__)}")
     return getattr(balancers, name)
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *importlib.import_module(".balancers", __name__).__all__]
+    return list(__getattr__("__all__"))

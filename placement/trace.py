@@ -39,7 +39,7 @@ class Demand:
             ValueError: if nothing was recorded.
         """
         if not self.microbatches:
-            raise ValueError("this trace is empty: run the model inside record_demand(model)")
+            raise ValueError("this trace is empty: run the model inside record_demand(model), and compile it there if at all")
         return torch.stack(self.microbatches)
 
     def save(self, path: str | Path) -> None:
@@ -71,6 +71,11 @@ def record_demand(model: nn.Module) -> Iterator[Demand]:
     def note(name: str, routing: Any) -> None:
         if not autograd_is_idle(routing.counts):  # activation checkpointing computes these tokens again
             return
+        if name in rows:
+            missing = next(layer for layer in found if layer not in rows)
+            raise RuntimeError(
+                f"record_demand: router {name!r} ran twice before {missing!r} ran; every router must run once a pass"
+            )
         rows[name] = routing.counts.detach().cpu()
         if len(rows) == len(found):
             demand.microbatches.append(torch.stack([rows[layer] for layer in found]))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..balancers import BalanceReport, balance_step, routers
+from ..balancers import BalanceReport, balance_step, discard_step, routers
 from .mixture import Batch
 from .optim import clip_gradients, gradient_norm, router_gradient_norm
 
@@ -52,8 +52,7 @@ def train_step(
         clip_gradients(parameters, norm, clip)
         optimizer.step()
     else:
-        for router in routers(model).values():
-            router.end_step()  # forgets what was observed; biases and averages stay
+        discard_step(model)
     optimizer.zero_grad(set_to_none=True)
     targets = sum(batch.num_targets for batch in batches)
     return StepResult(loss.item(), norm.item(), router_norm.item(), targets, report)

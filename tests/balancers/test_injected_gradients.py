@@ -121,7 +121,7 @@ def test_phi(logits, potential, track, score, masked):
 
 
 def test_phi_before_the_step_mixes_in_its_own_microbatch(logits):
-    balancer = PhiBalancing(0.5, eta=0.25, when="microbatch")
+    balancer = PhiBalancing(0.5, eta=0.25, update="microbatch")
     gradient, *_ = injected(balancer, logits, score="softmax")
     local = 0.75 / EXPERTS + 0.25 * torch.softmax(logits, dim=1).mean(dim=0)
 

@@ -63,8 +63,21 @@ def test_every_spelling():
         (lambda: Router(8, 4, 2)(torch.zeros(3, 9)), "width 9.*d_model=8"),
         (lambda: Router(None, 4, 2)(torch.zeros(3, 9)), "9 columns.*num_experts=4"),
         (lambda: Router(8, 4, 2)(torch.zeros(3, 8), document_ids=torch.zeros(4)), r"document_ids have shape \(4,\)"),
-        (lambda: GShardLoss(-0.1), r"GShardLoss: coeff=-0.1; it must be >= 0"),
+        (lambda: GShardLoss(-0.1), r"GShardLoss: coeff=-0.1; it must be a number >= 0"),
         (lambda: GShardLoss(float("nan")), "coeff=nan"),
+        (lambda: GShardLoss("0.1"), "coeff='0.1'; it must be a number"),
+        (lambda: GShardLoss(float("inf")), "coeff=inf"),
+        (lambda: Router(8, 4, 2.0), "top_k=2.0"),
+        (lambda: PhiBalancing(1, potential=5), "potential=5; choose"),
+        (
+            lambda: Router(8, 8, 2, num_groups=4, group_top_k=1, balancers="eqb"),
+            "ExactQuantile: the groups leave every token exactly",
+        ),
+        (lambda: Router(8, 8, 2, num_groups=4, group_top_k=1, balancers="qb"), "ShardQuantile: the groups"),
+        (lambda: Router(8, 8, 2, num_groups=4, group_top_k=1, balancers="qb_histogram"), "HistogramQuantile: the groups"),
+        (lambda: Router(8, 8, 2, num_groups=4, group_top_k=2, balancers="uniform"), "ForcedUniform with groups"),
+        (lambda: evenload.anchor_loss(torch.zeros(1), Router(8, 4, 2)), r"shape \(1,\).*scalar"),
+        (lambda: Router(8, 4, 2).eval()(torch.zeros(3, 8), document_ids=torch.zeros(4)), "document_ids have shape"),
         (lambda: GShardLoss(0.1, "batch"), "scope='batch'; choose one of 'microbatch'"),
         (lambda: LoadErrorInjection(-1), "LoadErrorInjection: coeff=-1"),
         (lambda: LoadErrorInjection(0.1, tau=0), "tau=0"),
@@ -79,7 +92,7 @@ def test_every_spelling():
         (lambda: PhiBalancing(1, potential=("lp", 1)), r"potential=\('lp', 1\); choose 'negentropy'"),
         (lambda: PhiBalancing(1, potential="entropy"), "potential='entropy'"),
         (lambda: PhiBalancing(1, track="both"), "track='both'"),
-        (lambda: PhiBalancing(1, when="never"), "when='never'"),
+        (lambda: PhiBalancing(1, update="never"), "update='never'"),
         (lambda: Sinkhorn(0), "iterations=0"),
         (lambda: evenload.anchor_loss(torch.zeros(2), Router(8, 4, 2)), r"shape \(2,\).*scalar"),
         (lambda: evenload.attach(torch.nn.Linear(1, 1), None), "found no Router"),
@@ -137,7 +150,7 @@ def test_group_limited_routing_by_hand():
     routing = route(logits, 3, score="identity", num_groups=3, group_top_k=2)
     assert routing.indices.tolist() == [[0, 2, 3]]
     assert routing.cutoff.item() == 0.5
-    assert routing.selection[0, 4:].tolist() == [float("-inf")] * 2
+    assert routing.allowed.tolist() == [[True] * 4 + [False] * 2]
 
 
 def test_sinkhorn_balances_the_microbatch_it_sees():

@@ -56,6 +56,6 @@ def test_its_state_is_saved_and_keeps_its_dtype():
     pid, _ = pid_class()
     router = Router(None, 6, 2, balancers=[pid()]).to(torch.bfloat16)
     assert {name: value.dtype for name, value in router.state_dict().items()} == {
-        "balancers.0.bias": torch.float32,
-        "balancers.0.integral": torch.float32,
+        "balancers.pid.bias": torch.float32,
+        "balancers.pid.integral": torch.float32,
     }

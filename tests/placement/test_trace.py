@@ -53,3 +53,11 @@ def test_refuses_what_has_no_one_shape():
         pass
     with pytest.raises(ValueError, match="empty"):
         _ = Demand(("0",)).counts
+
+
+def test_a_router_that_runs_twice_a_pass_is_refused():
+    layers = model()
+    with record_demand(layers):
+        layers[0](torch.randn(3, 8))
+        with pytest.raises(RuntimeError, match="router '0' ran twice before '1' ran"):
+            layers[0](torch.randn(3, 8))
