@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ..kernels import bf16_key, bf16_unkey, dense_histogram, high_byte_histogram, low_byte_histogram
+from ..kernels import bf16_unkey, canonical, dense_histogram, high_byte_histogram, low_byte_histogram
 from .collective import Collective, Sums, run_lockstep
 
 # Past this many rows a dense histogram (256 KiB a column) takes less memory than the bf16 values (2 bytes a row).
@@ -35,9 +35,11 @@ class Bf16Columns:
 
     def add(self, values_TE: Tensor) -> None:
         """(T, E) bfloat16 without NaN."""
-        values = values_TE if self.values is None else torch.cat([self.values, values_TE])
+        values = canonical(values_TE)
+        if self.values is not None:
+            values = torch.cat([self.values, values])
         if values.shape[0] > _DENSE_ROWS:
-            counts = dense_histogram(bf16_key(values))
+            counts = dense_histogram(values)
             self.dense = counts if self.dense is None else self.dense + counts
             values = values[:0]
         self.values = values
@@ -47,20 +49,20 @@ class Bf16Columns:
 
     def coarse(self, num_columns: int, device: torch.device) -> Tensor:
         """(E, 256) int32 counts of the keys' high bytes."""
-        counts = high_byte_histogram(self._keys(num_columns, device))
+        counts = high_byte_histogram(self._kept(num_columns, device))
         return counts if self.dense is None else counts + self.dense.view(num_columns, 256, 256).sum(dim=2, dtype=torch.int32)
 
     def fine(self, high_E: Tensor) -> Tensor:
         """(E, 256) int32 counts of the low bytes of keys whose high byte is `high_E`."""
-        counts = low_byte_histogram(self._keys(high_E.numel(), high_E.device), high_E)
+        counts = low_byte_histogram(self._kept(high_E.numel(), high_E.device), high_E)
         if self.dense is None:
             return counts
         slices = self.dense.view(-1, 256, 256).gather(1, high_E.long()[:, None, None].expand(-1, 1, 256))
         return counts + slices.squeeze(1)
 
-    def _keys(self, num_columns: int, device: torch.device) -> Tensor:
+    def _kept(self, num_columns: int, device: torch.device) -> Tensor:
         empty = torch.empty(0, num_columns, dtype=torch.bfloat16, device=device)
-        return bf16_key(empty if self.values is None else self.values)
+        return empty if self.values is None else self.values
 
 
 def order_statistic_rounds(

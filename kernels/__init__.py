@@ -5,12 +5,13 @@ door through which the rest of the library reaches them, so that a faster kernel
 """
 
 from .histogram import uniform_histogram
-from .radix import bf16_key, bf16_unkey, dense_histogram, high_byte_histogram, low_byte_histogram
+from .radix import bf16_key, bf16_unkey, canonical, dense_histogram, high_byte_histogram, low_byte_histogram
 from .selection import expert_counts, top_k
 
 __all__ = [
     "bf16_key",
     "bf16_unkey",
+    "canonical",
     "dense_histogram",
     "expert_counts",
     "high_byte_histogram",

@@ -25,28 +25,56 @@ def bf16_unkey(keys: Tensor) -> Tensor:
     return signed.to(torch.int16).view(torch.bfloat16)
 
 
-def high_byte_histogram(keys_TE: Tensor) -> Tensor:
-    """(E, 256) int32: how many keys of each column have each high byte."""
-    return _column_histogram(keys_TE >> 8, 256)
+def canonical(values: Tensor) -> Tensor:
+    """The same bfloat16 numbers with every -0.0 as 0.0, so that equal numbers have equal bits; the histograms need that."""
+    return values.masked_fill(values == 0, 0.0)
 
 
-def low_byte_histogram(keys_TE: Tensor, high_E: Tensor) -> Tensor:
-    """(E, 256) int32: low bytes of those keys of column e whose high byte is `high_E[e]`."""
-    inside_TE = (keys_TE >> 8) == high_E
-    # Keys outside the bin fall into a spare 257th bin, which is cut off.
-    return _column_histogram(torch.where(inside_TE, keys_TE & 0xFF, 256), 257)[:, :256].contiguous()
+def high_byte_histogram(values_TE: Tensor) -> Tensor:
+    """(E, 256) int32: how many keys of each column have each high byte. `values_TE`: canonical bfloat16 without NaN."""
+    high_TE, _ = _halves(values_TE)
+    return _in_key_order(_count(high_TE, low=-128, num_bins=256))
 
 
-def dense_histogram(keys_TE: Tensor) -> Tensor:
-    """(E, 65536) int32: every key counted. 256 KiB per column, whatever T."""
-    return _column_histogram(keys_TE, 65536)
+def low_byte_histogram(values_TE: Tensor, high_E: Tensor) -> Tensor:
+    """(E, 256) int32: low bytes of those keys of column e whose high byte is `high_E[e]`. `values_TE` as above."""
+    num_columns = values_TE.shape[1]
+    high_TE, low_TE = _halves(values_TE)
+    negative_E = high_E < 128
+    wanted_E = torch.where(negative_E, -1 - high_E, high_E - 128).to(torch.int8)
+    # Values outside the bin are counted too, in a second table that is thrown away: cheaper than picking the others out.
+    offsets_E = torch.arange(num_columns, dtype=torch.int32, device=values_TE.device) * 256
+    bins_TE = (high_TE != wanted_E).to(torch.int32).mul_(256 * num_columns).add_(low_TE).add_(offsets_E)
+    counts_EB = _bincount(bins_TE, 2 * 256 * num_columns)[: 256 * num_columns].view(num_columns, 256)
+    return torch.where(negative_E[:, None], counts_EB.flip(1), counts_EB)
 
 
-def _column_histogram(bins_TE: Tensor, num_bins: int) -> Tensor:
-    """(E, num_bins) int32 counts of int32 bins in [0, num_bins), column by column."""
-    num_columns = bins_TE.shape[1]
-    offsets_E = torch.arange(num_columns, dtype=torch.int32, device=bins_TE.device) * num_bins
-    flat = (bins_TE + offsets_E).flatten()
-    counts = torch.zeros(num_columns * num_bins, dtype=torch.int32, device=bins_TE.device)
-    counts.index_add_(0, flat, torch.ones_like(flat))
-    return counts.view(num_columns, num_bins)
+def dense_histogram(values_TE: Tensor) -> Tensor:
+    """(E, 65536) int32: every key counted. 256 KiB per column, whatever T. `values_TE` as above."""
+    return _in_key_order(_count(values_TE.view(torch.int16), low=-32768, num_bins=65536))
+
+
+def _halves(values_TE: Tensor) -> tuple[Tensor, Tensor]:
+    """The high bytes as int8 and the low bytes as uint8, as views (bf16 is little-endian on every machine torch runs on)."""
+    shape = (*values_TE.shape, 2)
+    contiguous = values_TE.contiguous()
+    return contiguous.view(torch.int8).view(shape)[..., 1], contiguous.view(torch.uint8).view(shape)[..., 0]
+
+
+def _count(codes_TE: Tensor, low: int, num_bins: int) -> Tensor:
+    """(E, num_bins) counts of small integers in [low, low + num_bins), column by column."""
+    num_columns = codes_TE.shape[1]
+    offsets_E = torch.arange(num_columns, dtype=torch.int32, device=codes_TE.device) * num_bins - low
+    return _bincount(torch.add(offsets_E, codes_TE), num_columns * num_bins).view(num_columns, num_bins)
+
+
+def _in_key_order(counts_EB: Tensor) -> Tensor:
+    """Signed integers put the negative numbers first but in the wrong order, -0.0 before -1.0: turn that half round."""
+    negative_EB, positive_EB = counts_EB.tensor_split(2, dim=1)
+    return torch.cat([negative_EB.flip(1), positive_EB], dim=1)
+
+
+def _bincount(bins: Tensor, num_bins: int) -> Tensor:
+    counts = torch.zeros(num_bins, dtype=torch.int32, device=bins.device)
+    flat = bins.flatten()
+    return counts.index_add_(0, flat, torch.ones_like(flat))
