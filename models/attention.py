@@ -181,6 +181,10 @@ class Attention(nn.Module):
 
 
 def _attend_sdpa(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: SequenceContext) -> Tensor:
+    if context.allowed is not None and q_BSHC.device.type == "cuda":
+        # With a mask, only SDPA's slowest kernel, which keeps all S x S scores, groups queries by itself on a GPU.
+        share = q_BSHC.shape[2] // k_BSGC.shape[2]
+        k_BSGC, v_BSGC = k_BSGC.repeat_interleave(share, dim=2), v_BSGC.repeat_interleave(share, dim=2)
     out_BHSC = F.scaled_dot_product_attention(
         q_BSHC.transpose(1, 2),
         k_BSGC.transpose(1, 2),
@@ -197,6 +201,8 @@ def _attend_flash(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Seque
     function = flash_attention(q_BSHC.dtype, q_BSHC.device)
     if packed is None or function is None:
         raise ValueError(f"the context was made for flash-attn, which cannot run on {q_BSHC.dtype} on {q_BSHC.device}")
+    if packed.tokens.numel() == 0:
+        return q_BSHC * 0  # nothing but padding: zeros that stay in the graph
     q_NHC, k_NGC, v_NGC = (t.flatten(0, 1).index_select(0, packed.tokens) for t in (q_BSHC, k_BSGC, v_BSGC))
     out_NHC = function(q_NHC, k_NGC, v_NGC, packed.starts, packed.starts, packed.max_len, packed.max_len, causal=True)
     flat = q_BSHC.new_zeros(q_BSHC.flatten(0, 1).shape)

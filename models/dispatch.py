@@ -52,13 +52,16 @@ class LocalDispatcher:
         self.num_experts = num_experts
         self.capacity_factor = capacity_factor
 
-    def dispatch(self, x: Tensor, indices: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, DispatchPlan]:
+    def dispatch(
+        self, x: Tensor, indices: Tensor, mask: Tensor | None = None, *, limited: bool = True
+    ) -> tuple[Tensor, Tensor, DispatchPlan]:
         """Copy every real token to the rows of its experts.
 
         Args:
             x: (T, D).
             indices: (T, K) integer, distinct expert ids of each token.
             mask: (T,) bool, True = real token; padding gets no row.
+            limited: whether the capacity factor applies.
 
         Returns:
             rows: (R, D) in x's dtype, experts in ascending order.
@@ -78,7 +81,7 @@ class LocalDispatcher:
         slots_R = slots_N
         if mask is not None:
             slots_R = slots_N[: int(starts_E1[-1])]
-        if self.capacity_factor is not None:
+        if self.capacity_factor is not None and limited:
             capacity = self.capacity(num_tokens if mask is None else int(mask.sum()), top_k)
             place_R = torch.arange(slots_R.shape[0], device=x.device) - starts_E1[sorted_N[: slots_R.shape[0]]]
             slots_R = slots_R[place_R < capacity]

@@ -23,7 +23,8 @@ class MoELayer(StatefulModule):
             a router that takes x alone will do for unpadded batches.
         experts: maps rows (R, D) in expert-major order and counts (E,) to (R, D).
         shared: a module (..., D) -> (..., D) that every token passes through as well.
-        capacity_factor: None = dropless; see `LocalDispatcher`. Dropped assignments are counted in training, see `pop_dropped`.
+        capacity_factor: None = dropless; see `LocalDispatcher`. It applies in training only; what is dropped is counted, see
+            `pop_dropped`.
     """
 
     dropped: Tensor
@@ -60,7 +61,8 @@ class MoELayer(StatefulModule):
         routing = self.router(x, **{name: value for name, value in context.items() if value is not None})
         indices_TK, weights_TK = _checked(routing.indices, routing.weights, x_TD.shape[0])
 
-        rows_RD, counts_E, plan = self.dispatcher.dispatch(x_TD, indices_TK, mask_T)
+        # In eval nothing is dropped: a token's output must not depend on who shares its batch.
+        rows_RD, counts_E, plan = self.dispatcher.dispatch(x_TD, indices_TK, mask_T, limited=self.training)
         out_TD = self.dispatcher.combine(self.experts(rows_RD, counts_E), weights_TK, plan).to(x.dtype)
         if self.shared is not None:
             shared_TD = self.shared(x_TD).to(x.dtype)

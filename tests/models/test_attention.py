@@ -141,6 +141,7 @@ def test_the_flash_attention_path_computes_the_same(monkeypatch: pytest.MonkeyPa
     mask = packing["mask"]
     torch.testing.assert_close(got[mask], expected[mask])
     assert not got[~mask].any()
+    assert not attend(attention, x, mask=torch.zeros_like(mask)).any()  # nothing but padding
 
 
 def test_packed_rows() -> None:

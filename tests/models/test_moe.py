@@ -139,3 +139,12 @@ def test_misfits_are_refused() -> None:
         layer(x, mask=torch.ones(4, dtype=torch.bool))
     with pytest.raises(ValueError, match="capacity_factor=0"):
         MoELayer(layer.router, layer.experts, capacity_factor=0)
+
+
+def test_eval_drops_nothing() -> None:
+    """A row's output must not depend on who shares its batch."""
+    layer = MoELayer(Router(D, E, K), Experts(E, D, 12), capacity_factor=0.5).eval()
+    x = torch.randn(4, 8, D)
+    torch.testing.assert_close(layer(x)[:1], layer(x[:1]))
+    assert layer.pop_dropped() == 0
+    assert not torch.allclose(layer.train()(x)[:1], layer(x[:1]))
