@@ -33,7 +33,7 @@ class GPTConfig:
         shared_hidden: hidden width of an expert that every token passes through; 0 = none.
         balancers: what `evenload.balancers.Router` accepts: a string such as "eqb+lei", or a list of {name: ..., option: ...}.
         score, normalize_weights, routed_scale, num_groups, group_top_k, measure_residual: passed to every Router.
-        capacity_factor: None = dropless; otherwise an expert takes at most ceil(capacity_factor * T * K / E) tokens in training.
+        capacity_factor: None = dropless; otherwise an expert takes at most ceil(capacity_factor * T * K / E) training tokens.
         expert_compute: "grouped" (F.grouped_mm), "loop", or "auto" = grouped where it is legal.
         tie_embeddings: the output head is the token embedding.
         z_loss: coefficient of mean(logsumexp(logits)^2) on the language-model head (PaLM, arXiv 2204.02311).
