@@ -1,33 +1,29 @@
-"""The router: a float32 gate, a list of balancers, and the bookkeeping of one optimizer step.
+"""The router: a float32 gate, a list of balancers, and a ledger of the step.
 
 Shape suffixes: T tokens (all leading dimensions flattened), D model width, E experts, K experts per token.
 """
 
 import dataclasses
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import metrics
 from .balancer import Balancer, BalancerList, StatefulModule
-from .collective import PerRank, Sums
-from .distribution import real_tokens
 from .documents import document_numbers
 from .inject import InjectGradient
+from .ledger import StepLedger
 from .never_balanced import NeverBalanced
 from .recompute import first_sight
 from .registry import make_balancers
-from .report import LayerSums
 from .routing import (
     NanPolicy,
     Routing,
     Score,
     Space,
     at_least_float32,
-    best_groups,
     check_options,
     combine_weights,
     flatten_mask,
@@ -55,15 +51,6 @@ class Router(StatefulModule):
 
     balancers: BalancerList
     loss_grad: Tensor
-    # sums over the step so far
-    counts: Tensor
-    tokens: Tensor
-    microbatches: Tensor
-    agreed: Tensor
-    nan_rows: Tensor
-    local_maxvio_sum: Tensor
-    local_maxvio_worst: Tensor
-    loss_sums: Tensor
 
     def __init__(
         self,
@@ -103,15 +90,14 @@ class Router(StatefulModule):
         self.with_loss = [balancer for balancer in built if balancer.injects]
 
         self.add_statistic("loss_grad", fill=1, dtype=torch.float32)  # set by anchor_loss, see inject.py
-        self.add_statistic("counts", (num_experts,))
-        self.add_statistic("tokens")
-        self.add_statistic("microbatches")  # those with at least one real token
-        self.add_statistic("agreed")  # choices that the router would have made without a bias
-        self.add_statistic("nan_rows")
-        self.add_statistic("local_maxvio_sum", dtype=torch.float64)
-        self.add_statistic("local_maxvio_worst", dtype=torch.float64)
-        self.add_statistic("loss_sums", (len(self.with_loss),), dtype=torch.float64)
-        self.seen: tuple[Tensor, Tensor] | None = None  # selection (rows, E) and mask (rows,) of the step, for the residual
+        self.ledger = StepLedger(
+            num_experts,
+            top_k,
+            self.options,
+            biased=self.biasing is not None,
+            loss_names=[balancer.name for balancer in self.with_loss],
+            measure_residual=measure_residual,
+        )
         self.never_balanced = NeverBalanced()
         self.reset_parameters()
 
@@ -121,8 +107,8 @@ class Router(StatefulModule):
         with torch.no_grad():
             if self.weight is not None:
                 self.weight.normal_(std=self.init_std)
-            for balancer in self.balancers:
-                balancer.reset_parameters()
+            for module in (self.ledger, *self.balancers):
+                module.reset_parameters()
 
     def forward(
         self, x: Tensor, *, mask: Tensor | None = None, replay: Tensor | None = None, document_ids: Tensor | None = None
@@ -151,6 +137,11 @@ class Router(StatefulModule):
         return self._train_step(routing, documents) if self.training else routing
 
     @property
+    def counts(self) -> Tensor:
+        """(E,) int64, assignments of the step so far on this rank."""
+        return self.ledger.counts
+
+    @property
     def biasing(self) -> Balancer | None:
         """The balancer that sets the selection bias, if there is one."""
         return next((balancer for balancer in self.balancers if balancer.sets_bias), None)
@@ -174,15 +165,16 @@ class Router(StatefulModule):
         """Observe, and inject the gradients of all balancers into the scores."""
         with torch.no_grad():
             if self.counts.device != routing.counts.device:
-                for module in (self, *self.balancers):
+                for module in (self, self.ledger, *self.balancers):
                     module.statistics_to(routing.counts.device)
             seen = first_sight(routing)
             if seen is not None:
-                self._observe(seen)
+                self.never_balanced.check(self.weight, [balancer.name for balancer in self.balancers if balancer.updates])
+                for observer in (self.ledger, *self.balancers):
+                    observer.observe(seen)
             injections = [balancer.inject(routing, documents) for balancer in self.with_loss]
             if seen is not None and injections:
-                values = torch.stack([injection.value for injection in injections])
-                self.loss_sums += torch.where(seen.counts.sum() > 0, values, 0.0)
+                self.ledger.add_losses(torch.stack([injection.value for injection in injections]), seen.counts)
         scores_grad = _sum(injection.scores for injection in injections)
         logits_grad = _sum(injection.logits for injection in injections)
         if scores_grad is None and logits_grad is None:
@@ -191,82 +183,10 @@ class Router(StatefulModule):
         weights = combine_weights(scores, routing.indices, routing.mask, self.options["normalize"], self.options["scale"])
         return dataclasses.replace(routing, scores=scores, weights=weights)
 
-    def _observe(self, routing: Routing) -> None:
-        self.never_balanced.check(self.weight, [balancer.name for balancer in self.balancers if balancer.updates])
-        tokens = real_tokens(routing)
-        some = (tokens > 0).long()
-        self.counts += routing.counts
-        self.tokens += tokens
-        self.microbatches += some
-        self.nan_rows += routing.nan_rows
-        local = torch.where(tokens > 0, metrics.max_vio(routing.counts), 0.0)
-        self.local_maxvio_sum += local
-        self.local_maxvio_worst.copy_(
-            torch.where(tokens > 0, torch.maximum(self.local_maxvio_worst, local), self.local_maxvio_worst)
-        )
-        if self.biasing is not None:
-            # A chosen expert among the K largest values without a bias is one the router would have chosen by itself.
-            allowed_TE = best_groups(routing.selection, self.options["num_groups"], self.options["group_top_k"])
-            own_TE = routing.selection if allowed_TE is None else routing.selection.masked_fill(~allowed_TE, float("-inf"))
-            chosen_TK = own_TE.gather(1, routing.indices)
-            agreed_TK = (chosen_TK >= own_TE.topk(self.top_k, dim=-1).values[:, -1:]) & (chosen_TK > float("-inf"))
-            if routing.mask is not None:
-                agreed_TK = agreed_TK & routing.mask[:, None]
-            self.agreed += agreed_TK.sum()
-            if self.measure_residual:
-                self._remember(routing)
-        for balancer in self.balancers:
-            balancer.observe(routing)
-
-    def _remember(self, routing: Routing) -> None:
-        """Keep what the residual needs: one growing pair of tensors (a list would make torch.compile start anew)."""
-        mask = torch.ones_like(routing.selection[:, 0], dtype=torch.bool) if routing.mask is None else routing.mask
-        if self.seen is not None:
-            self.seen = (torch.cat([self.seen[0], routing.selection]), torch.cat([self.seen[1], mask]))
-        else:
-            self.seen = (routing.selection, mask)
-
-    def step_sums(self) -> Generator[Sums, Any, LayerSums]:
-        """One round: what the report needs, summed over ranks."""
-        integers, floats, worst = yield (
-            torch.cat([self.counts, torch.stack([self.tokens, self.microbatches, self.agreed, self.nan_rows])]),
-            torch.cat([self.local_maxvio_sum[None], self.loss_sums]),
-            PerRank(self.local_maxvio_worst),
-        )
-        return LayerSums(
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            biased=self.biasing is not None,
-            counts=integers[: self.num_experts],
-            tokens=integers[-4],
-            microbatches=integers[-3],
-            agreed=integers[-2],
-            nan_rows=integers[-1],
-            local_maxvio_sum=floats[0],
-            local_maxvio_worst=worst.max(),
-            loss_names=tuple(balancer.name for balancer in self.with_loss),
-            loss_sums=floats[1:],
-        )
-
-    def residual_counts(self, biasing: Balancer) -> Generator[Sums, Any, Tensor]:
-        """One round: (E,) counts of the step's own tokens, routed again with the bias that the step has just produced."""
-        counts = torch.zeros_like(self.counts)
-        if self.seen is not None:
-            selection, mask = self.seen
-            options = self.options | {"score": "identity", "space": "logits"}  # the selection values are final
-            counts = route(selection, self.top_k, bias=biasing.selection_bias, mask=mask, **options).counts
-        total = yield counts
-        return total
-
-    def reset_statistics(self) -> None:
-        super().reset_statistics()
-        self.seen = None
-
     def forget_step(self) -> None:
         """Start the step's statistics anew, here and in the balancers."""
-        self.reset_statistics()
-        for balancer in self.balancers:
-            balancer.reset_statistics()
+        for module in (self, self.ledger, *self.balancers):
+            module.reset_statistics()
 
     def extra_repr(self) -> str:
         width = "no gate" if self.weight is None else f"d_model={self.weight.shape[1]}"

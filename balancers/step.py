@@ -40,10 +40,10 @@ def balance_step(
         )
     layers = list(found.values())
     updates = [update for layer in layers for b in layer.balancers if (update := b.update()) is not None]
-    sums = run_lockstep([*(layer.step_sums() for layer in layers), *updates], group, collective)[: len(layers)]
+    sums = run_lockstep([*(layer.ledger.sums() for layer in layers), *updates], group, collective)[: len(layers)]
 
     measured = {layer: layer.biasing for layer in layers if layer.measure_residual and layer.biasing is not None}
-    again = [layer.residual_counts(biasing) for layer, biasing in measured.items()]
+    again = [layer.ledger.residual_counts(biasing) for layer, biasing in measured.items()]
     counts = dict(zip(measured, run_lockstep(again, group, collective), strict=True))
     report = BalanceReport(
         names=tuple(found),
