@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-    from .config import Config, ConfigError, load_config
+    from .config import Config, load_config
     from .data import Data, load_data
+    from .errors import ConfigError
     from .evaluation import Score, evaluate
     from .loop import Trainer, TrainingStopped
     from .mixture import Batch, Mixture
@@ -23,7 +24,7 @@ _HOME = {
     "Batch": "mixture",
     "CheckpointError": "checkpoint",
     "Config": "config",
-    "ConfigError": "config",
+    "ConfigError": "errors",
     "Data": "data",
     "Mixture": "mixture",
     "Score": "evaluation",

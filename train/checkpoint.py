@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .files import folder_atomic, remove_folder
+from .errors import first_line
+from .files import folder_atomic, put_back_replaced, remove_folder
 
 STATE = "state.pt"
 MANIFEST = "manifest.json"
@@ -30,14 +31,21 @@ class CheckpointError(RuntimeError):
 
 
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep_last: int) -> Path:
-    """Write `state` (tensors and plain values) as the checkpoint of `step`, then drop all but the newest `keep_last`."""
+    """Write `state` (tensors and plain values) as the checkpoint of `step`, then drop all but the newest `keep_last`.
+
+    Raises CheckpointError when it cannot be written (a full disk); the older ones are still there then.
+    """
     remove_leftovers(folder)
     path = folder / f"step-{step:08d}"
-    with folder_atomic(path, replace=True) as aside:
-        torch.save(state, aside / STATE)
-        manifest = {"format": FORMAT, "step": step, "sha256": _sha256(aside / STATE)}
-        (aside / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-    older = [other for other in list_checkpoints(folder) if other.name < path.name]
+    try:
+        with folder_atomic(path, replace=True) as aside:
+            torch.save(state, aside / STATE)
+            manifest = {"format": FORMAT, "step": step, "sha256": _sha256(aside / STATE)}
+            (aside / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    except (OSError, RuntimeError) as error:  # torch's writer hides the system's reason behind a RuntimeError
+        reason = error if isinstance(error, OSError) else error.__context__ or error
+        raise CheckpointError(f"checkpoint {path}: cannot be written: {first_line(reason)}") from error
+    older = [other for other in list_checkpoints(folder) if step_of(other) < step]
     for other in older[: max(0, len(older) + 1 - keep_last)]:
         remove_folder(other)
     return path
@@ -47,7 +55,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders, oldest first; whether they are whole is only known after loading."""
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if re.fullmatch(r"step-\d{8,}", path.name))
+    return sorted((path for path in folder.iterdir() if re.fullmatch(r"step-\d{8,}", path.name)), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint folder's name says."""
+    return int(path.name.removeprefix("step-"))
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -64,8 +77,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     except CheckpointError:
         raise
     except Exception as error:  # a damaged file makes the readers raise almost anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"checkpoint {path}: cannot be read: {reason}") from error
+        raise CheckpointError(f"checkpoint {path}: cannot be read: {first_line(error)}") from error
 
 
 def load_newest(folder: Path) -> tuple[dict[str, Any], Path, list[CheckpointError]] | None:
@@ -73,6 +85,7 @@ def load_newest(folder: Path) -> tuple[dict[str, Any], Path, list[CheckpointErro
 
     Raises CheckpointError when there are checkpoints and every one of them is damaged.
     """
+    put_back_replaced(folder)
     refused: list[CheckpointError] = []
     for path in reversed(list_checkpoints(folder)):
         try:
@@ -85,10 +98,10 @@ def load_newest(folder: Path) -> tuple[dict[str, Any], Path, list[CheckpointErro
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what a killed save left half-written."""
-    if folder.is_dir():
-        for path in folder.glob(".step-*"):
-            shutil.rmtree(path, ignore_errors=True)
+    """Delete what a killed save left half-written or half-deleted."""
+    put_back_replaced(folder)
+    for path in folder.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def rng_state() -> dict[str, Any]:

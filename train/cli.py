@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from .._version import __version__
@@ -42,7 +44,8 @@ def _train(arguments: argparse.Namespace) -> int:
     # as anything else wants a core; sleeping ones cost nothing measurable on an idle machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from .checkpoint import CheckpointError
-    from .config import ConfigError, load_config
+    from .config import load_config
+    from .errors import ConfigError
 
     try:
         config = load_config(arguments.config, arguments.overrides)
@@ -51,11 +54,9 @@ def _train(arguments: argparse.Namespace) -> int:
             return 0
         from .loop import Trainer, TrainingStopped
 
-        trainer = Trainer(config, resume_command(arguments.config, arguments.overrides))
+        outcome = Trainer(config, resume_command(arguments.config, arguments.overrides, config.run.resume)).run()
     except (ConfigError, CheckpointError) as error:
         return _fail(str(error), 2)
-    try:
-        outcome = trainer.run()
     except TrainingStopped as error:
         return _fail(str(error), 1)
     if outcome.summary is None:
@@ -64,10 +65,16 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def resume_command(config: str, overrides: Sequence[str]) -> str:
-    """The command that continues a run: the same one, with run.resume left at auto."""
+def resume_command(config: str, overrides: Sequence[str], resume: str) -> str:
+    """The command that continues a run: as it was typed, with run.resume at auto."""
     kept = [override for override in overrides if not override.startswith("run.resume=")]
-    return shlex.join(["evenload", "train", config, *kept])
+    if resume != "auto" or len(kept) < len(overrides):
+        kept.append("run.resume=auto")
+    typed = sys.argv[0]
+    program = [typed] if Path(typed).stem == "evenload" and typed != shutil.which("evenload") else ["evenload"]
+    if typed.endswith(".py"):
+        program = [sys.executable, "-m", "evenload.train.cli"]
+    return shlex.join([*program, "train", config, *kept])
 
 
 COMMANDS = {"train": Command("pretrain a GPT-MoE", TRAIN_HELP, _train_arguments, _train)}
@@ -87,7 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.arguments(sub)
-    parsed = parser.parse_args(arguments)
+    parsed, late = parser.parse_known_args(arguments)
+    # argparse closes a list of positional arguments at the first option behind it.
+    if unknown := [word for word in late if word.startswith("-") or "overrides" not in parsed]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if late:
+        parsed.overrides += late
     try:
         return COMMANDS[parsed.command].run(parsed)
     except KeyboardInterrupt:

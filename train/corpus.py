@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .config import ConfigError, SourceConfig
+from .config import SourceConfig
+from .errors import ConfigError, first_line
 
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 MACHINE_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")  # differ between machines with the same Python
@@ -47,6 +48,7 @@ class Source:
         self.config = config
         self.cache = cache
         self._dataset: Any = None
+        self.skipped = 0  # rows without text, at the latest reading
 
     @property
     def name(self) -> str:
@@ -80,13 +82,19 @@ class Source:
             raise ConfigError(
                 f"data.sources: {self.name}: no column {self.config.field!r}; columns: {', '.join(dataset.column_names)}"
             )
+        self.skipped = 0
         for row in dataset:
             text = row[self.config.field]
             if isinstance(text, str):
                 yield Document(text, text)
+            else:
+                self.skipped += 1
 
     def _files(self) -> list[str]:
-        files = sorted(name for name in glob.glob(self.config.path, recursive=True) if Path(name).is_file())
+        path = os.path.expanduser(self.config.path)
+        if Path(path).is_file():  # also where its name has the letters of a pattern
+            return [path]
+        files = sorted(name for name in glob.glob(path, recursive=True) if Path(name).is_file())
         if not files:
             raise ConfigError(f"data.sources: {self.name}: no file matches {self.config.path!r}")
         return files
@@ -105,15 +113,16 @@ class Source:
                 with _without_bars(datasets):  # reading local files is over before a bar could help
                     self._dataset = datasets.load_dataset(
                         READER[config.kind],
-                        data_files=self._files(),
+                        data_files=[glob.escape(name) for name in self._files()],
                         split="train",
-                        cache_dir=str(self.cache / "datasets"),
+                        # Its own key is made of names and times: it would take a changed file for the old one.
+                        cache_dir=str(self.cache / "datasets" / self.fingerprint),
                         **options,
                     )
         except ConfigError:
             raise
         except Exception as error:  # the readers raise whatever their formats raise
-            reason = str(error.__cause__ or error).splitlines()[0]
+            reason = first_line(error.__cause__ or error)
             raise ConfigError(f"data.sources: {self.name}: cannot read {config.path!r}: {reason}") from error
         return self._dataset
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ..balancers import Routing, routers
-from .store import NO_TARGET, TokenStore
+from ..models.loss import IGNORE
+from .store import TokenStore
 from .tokenizer import TextTokenizer
 
 
@@ -38,11 +39,13 @@ def evaluate(
     max_tokens: int,
     batch_size: int,
     autocast: torch.dtype | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Score]:
     """{domain: Score} over at most `max_tokens` tokens of each store, spread evenly over it.
 
     Runs in eval mode, in which routers observe nothing; the model's mode is put back. Text shorter than a sequence is
-    cut off at the end of a store: a store must hold at least one sequence, else its domain is left out.
+    cut off at the end of a store: a store must hold at least one sequence, else its domain is left out. `stop` is asked
+    before every batch; once it says yes, only the domains that are done are returned.
     """
     device = next(model.parameters()).device
     was_training = model.training
@@ -54,7 +57,10 @@ def evaluate(
             wanted = min(available, max(1, max_tokens // seq_len))
             if wanted:
                 indices = np.arange(wanted) * available // wanted
-                scores[store.name] = _score(model, store, tokenizer, indices, seq_len, batch_size, device, autocast)
+                score = _score(model, store, tokenizer, indices, seq_len, batch_size, device, autocast, stop)
+                if score is None:
+                    break
+                scores[store.name] = score
         return scores
     finally:
         model.train(was_training)
@@ -69,16 +75,19 @@ def _score(
     batch_size: int,
     device: torch.device,
     autocast: torch.dtype | None,
-) -> Score:
+    stop: Callable[[], bool],
+) -> Score | None:
     nats, count, text_bytes = 0.0, 0, 0
     with _watched_load(model) as load:
         for first in range(0, len(indices), batch_size):
+            if stop():
+                return None
             tokens, targets, ids = store.read(indices[first : first + batch_size], seq_len)
             context = torch.autocast(device.type, dtype=autocast) if autocast else contextlib.nullcontext()
             with context:
                 output = model(tokens.to(device), targets.to(device), document_ids=ids.to(device))
             nats += float(output.nll_sum)
-            real = targets[targets != NO_TARGET].numpy()
+            real = targets[targets != IGNORE].numpy()
             count += len(real)
             text_bytes += int(tokenizer.bytes_per_token[real].sum())
     layers = torch.stack(load).cpu().numpy()

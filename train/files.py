@@ -6,8 +6,11 @@ import contextlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+
+OLD, DROPPED = ".old", ".dropped"  # ends of the names under which a folder waits for its replacement, or its deletion
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
@@ -32,7 +35,8 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 def folder_atomic(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a folder aside; on success it becomes `path` with everything in it on the disk, else it vanishes.
 
-    Where `path` exists by then (another process made the same thing) it is kept and the work dropped, unless `replace`.
+    Where `path` exists by then (another process made the same thing) it is kept and the work dropped, unless `replace`:
+    then the old one steps aside first and is deleted last, and a kill in between is mended by `put_back_replaced`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
@@ -44,24 +48,51 @@ def folder_atomic(path: Path, *, replace: bool = False) -> Iterator[Path]:
         sync_folder(aside)
         aside.chmod(0o755)
         if replace:
-            remove_folder(path)
+            _step_aside(path, OLD)
         try:
             os.rename(aside, path)
         except OSError:
             if not path.is_dir():
                 raise
         sync_folder(path.parent)
+        if replace:
+            shutil.rmtree(_aside(path, OLD), ignore_errors=True)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def remove_folder(path: Path) -> None:
     """Delete a folder, if it is there, so that a kill halfway leaves nothing under its name."""
-    aside = path.with_name(f".{path.name}.old")
-    shutil.rmtree(aside, ignore_errors=True)
+    _step_aside(path, DROPPED)
+    shutil.rmtree(_aside(path, DROPPED), ignore_errors=True)
+
+
+def put_back_replaced(folder: Path) -> None:
+    """Give the folders inside `folder` that a killed `folder_atomic(replace=True)` had moved aside their names again, where
+    the new one did not arrive."""
+    for aside in folder.glob(f".*{OLD}"):
+        path = aside.with_name(aside.name.removeprefix(".").removesuffix(OLD))
+        if not path.exists():
+            os.rename(aside, path)
+
+
+def remove_stale(folder: Path, pattern: str, seconds: float) -> None:
+    """Delete what matches `pattern` inside `folder` and was last written to longer than `seconds` ago."""
+    for path in folder.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):  # another process tidies up as well
+            newest = max(part.stat().st_mtime for part in (path, *path.glob("*")))
+            if newest < time.time() - seconds:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _aside(path: Path, mark: str) -> Path:
+    return path.with_name(f".{path.name}{mark}")
+
+
+def _step_aside(path: Path, mark: str) -> None:
+    shutil.rmtree(_aside(path, mark), ignore_errors=True)
     with contextlib.suppress(FileNotFoundError):
-        path.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(path, _aside(path, mark))
 
 
 def sync_folder(path: Path) -> None:

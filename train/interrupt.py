@@ -1,15 +1,18 @@
-"""Ctrl-C and SIGTERM as a wish to stop, looked at between steps."""
+"""Ctrl-C and SIGTERM: while data is prepared, and as a wish to stop that is looked at between steps."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
 
 class Interrupt:
-    """Context in which the first SIGINT or SIGTERM is only remembered; a second one acts as usual.
+    """Context in which the first SIGINT or SIGTERM is only remembered, and answered in a line; a second one acts as usual.
 
     Attributes:
         caught: the signal, or None so far.
@@ -32,8 +35,29 @@ class Interrupt:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.caught = signal.Signals(number)
         self._put_back()
+        again = "press" if number == signal.SIGINT else "send it"
+        # Straight to the descriptor: the signal may have come in the middle of a print.
+        with contextlib.suppress(OSError):
+            os.write(2, f"\nfinishing this step, then saving; {again} again to abandon it\n".encode())
 
     def _put_back(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+
+
+@contextlib.contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Context in which SIGTERM is a SystemExit, so that what was begun is cleaned up. Another handler is left alone."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

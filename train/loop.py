@@ -12,23 +12,36 @@ from typing import Any
 import torch
 
 from ..models import GPT
-from .checkpoint import list_checkpoints, load_checkpoint, load_newest, restore_rng, rng_state, save_checkpoint
-from .config import Config, ConfigError
+from .checkpoint import (
+    CheckpointError,
+    list_checkpoints,
+    load_checkpoint,
+    load_newest,
+    restore_rng,
+    rng_state,
+    save_checkpoint,
+    step_of,
+)
+from .config import Config
 from .data import load_data
+from .errors import ConfigError
 from .evaluation import Score, evaluate
 from .files import write_atomic
-from .interrupt import Interrupt
+from .interrupt import Interrupt, exit_on_sigterm
+from .lock import only_run
 from .monitor import Monitor, balance_scalars
-from .optim import learning_rate, make_optimizer, set_learning_rate
+from .optim import learning_rate, load_optimizer, make_optimizer, set_learning_rate
 from .progress import Progress
-from .runtime import choose_autocast, choose_device, seed_everything, tune_allocator
+from .runtime import check_expert_compute, choose_autocast, choose_device, seed_everything, tune_allocator
 from .step import StepResult, tolerate_nan, train_step
 from .summary import Summary, write_summary
 
 CHECKPOINTS = "checkpoints"
 MUST_MATCH = ("model", "data")  # sections that a checkpoint and the configuration must agree on
-MUST_MATCH_KEYS = ("run.seed", "run.seq_len")
+MUST_MATCH_KEYS = ("run.seed", "run.seq_len", "optim.decay_embeddings")
 MAY_DIFFER = ("data.cache", "model.expert_compute", "model.loss_chunk", "model.measure_residual")
+# Changed without a word on resuming: paths and intervals.
+QUIET = ("data.cache", "run.out", "run.resume", "run.log_every", "run.eval_every", "run.save_every", "run.image_every")
 
 
 class TrainingStopped(RuntimeError):
@@ -69,49 +82,62 @@ class Trainer:
     def __init__(self, config: Config, command: str = "", say: Callable[[str], None] = print) -> None:
         self.config, self.command, self.say = config, command, say
         run = config.run
-        self.folder = Path(run.out or "runs/run")
+        self.folder = Path(run.out or "runs/run").expanduser()
         if run.threads:
             torch.set_num_threads(run.threads)
         self.device = choose_device(run.device)
         self.autocast = choose_autocast(run.precision, self.device)
         if self.device.type == "cpu":
             tune_allocator()
+        check_expert_compute(config.model, self.device, self.autocast)
         saved = self._find_checkpoint()
-        self.data = load_data(config, say)
+        with exit_on_sigterm():
+            self.data = load_data(config, say)
         seed_everything(run.seed)
         self.model = GPT(config.model).to(self.device)
         tolerate_nan(self.model)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.counters = Counters()
+        self.saved_step = 0  # the newest that this run's own folder holds
         if saved is not None:
             self._restore(*saved)
-        self.saved_step = self.counters.step
+            if saved[1].resolve().parent == (self.folder / CHECKPOINTS).resolve():
+                self.saved_step = self.counters.step
         size = config.model.num_parameters()
         say(f"{size.total / 1e6:.1f}M parameters, {size.active / 1e6:.1f}M active per token, on {self.device}")
 
     def run(self) -> Outcome:
-        """Train to the last step, evaluate, write the summary. Raises TrainingStopped when steps keep being bad."""
-        run, now = self.config.run, self.counters
+        """Train to the last step, evaluate, write the summary.
+
+        Raises TrainingStopped when steps keep being bad or cannot be saved, ConfigError when another process has the folder.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
+        with only_run(self.folder):
+            return self._run()
+
+    def _run(self) -> Outcome:
+        run, now = self.config.run, self.counters
         write_atomic(self.folder / "config.yaml", self.config.to_yaml())
         write_atomic(self.folder / "tokenizer.json", self.data.tokenizer.to_json())
         monitor = Monitor(self.folder, now.step)
         progress = Progress(run.steps, now.step)
-        scores: dict[str, Score] = {}
         try:
             with Interrupt() as interrupt:
                 while now.step < run.steps and not interrupt.caught:
+                    # Also where the run goes on from a checkpoint whose evaluation was interrupted.
+                    if now.step and _due(now.step, run.eval_every) and now.step not in monitor.validated:
+                        self._evaluate(monitor, progress, interrupt)
+                        if interrupt.caught:
+                            break
                     self._step(monitor, progress)
-                    if _due(now.step, run.eval_every) and now.step < run.steps:
-                        self._evaluate(monitor, progress)
                     if _due(now.step, run.save_every):
                         self._save()
                 self._save()
-                if now.step < run.steps:
+                scores = None if interrupt.caught else self._evaluate(monitor, progress, interrupt)
+                if scores is None:
                     progress.close()
                     self._say_how_to_resume()
                     return Outcome(self.folder, None, interrupt.caught)
-                scores = self._evaluate(monitor, progress)
         finally:
             progress.close()
             monitor.close()
@@ -127,21 +153,26 @@ class Trainer:
             batches.append(self.data.mixture.batch(now.position, run.microbatch))
             now.position += run.microbatch
         result = train_step(self.model, self.optimizer, batches, clip=self.config.optim.clip, autocast=self.autocast)
+        dropped = self.model.pop_dropped().sum()  # every step, so that each counts its own
         tokens = run.accumulate * run.microbatch * run.seq_len
         speed = tokens / (time.perf_counter() - began)  # reading the loss has waited for the device
         now.step += 1
         now.tokens += tokens
         now.bad_in_a_row = 0 if result.good else now.bad_in_a_row + 1
         now.bad_steps += not result.good
-        self._record(monitor, progress, result, lr, speed)
+        self._record(monitor, progress, result, lr, speed, dropped)
         if now.bad_in_a_row >= run.max_bad_steps:
+            self._save()
             raise TrainingStopped(
                 f"stopped at step {now.step}: {now.bad_in_a_row} steps in a row had a non-finite loss or gradient (last loss "
-                f"{result.loss:.4g}, gradient norm {result.grad_norm:.4g}). None of them changed the model. Try a lower "
-                f"optim.lr, a longer schedule.warmup or another run.seed; checkpoints are in {self.folder / CHECKPOINTS}"
+                f"{result.loss:.4g}, gradient norm {result.grad_norm:.4g}). None of them changed the model. Go on with a "
+                f"lower optim.lr or a longer schedule.warmup, from here or, with run.resume=CHECKPOINT and another run.out, "
+                f"from an older one of {self.folder / CHECKPOINTS}"
             )
 
-    def _record(self, monitor: Monitor, progress: Progress, result: StepResult, lr: float, speed: float) -> None:
+    def _record(
+        self, monitor: Monitor, progress: Progress, result: StepResult, lr: float, speed: float, dropped: torch.Tensor
+    ) -> None:
         run, now = self.config.run, self.counters
         last = now.step == run.steps
         maxvio = float("nan")
@@ -154,25 +185,28 @@ class Trainer:
             )
         if _due(now.step, run.log_every) or last or not result.good:
             scalars = {
-                "train/loss": result.loss,
+                "train/loss": result.nll,
                 "train/lr": lr,
                 "train/grad_norm": result.grad_norm,
                 "train/router_grad_norm": result.router_grad_norm,
                 "train/tokens": now.tokens,
                 "train/tokens_per_second": speed,
                 "train/bad_steps": now.bad_steps,
-                "train/dropped": float(self.model.pop_dropped().sum()),
             }
+            if self.config.model.z_loss > 0:
+                scalars["train/objective"] = result.loss
             if result.report is not None:
+                scalars["train/dropped"] = float(dropped)
                 scalars |= balance_scalars(result.report)
                 maxvio = scalars.get("balance/maxvio/mean", maxvio)
             monitor.record(now.step, scalars)
         if _due(now.step, run.image_every) or last:
             monitor.draw_load(now.step)
-        progress.update(now.step, result.loss, maxvio, speed)
+        progress.update(now.step, result.nll, maxvio, speed)
 
-    def _evaluate(self, monitor: Monitor, progress: Progress) -> dict[str, Score]:
-        run = self.config.run
+    def _evaluate(self, monitor: Monitor, progress: Progress, interrupt: Interrupt) -> dict[str, Score] | None:
+        """Scores of the model as it is, recorded once per step; None when interrupted."""
+        run, step = self.config.run, self.counters.step
         scores = evaluate(
             self.model,
             self.data.validation,
@@ -181,11 +215,15 @@ class Trainer:
             max_tokens=run.eval_tokens,
             batch_size=run.microbatch,
             autocast=self.autocast,
+            stop=lambda: interrupt.caught is not None,
         )
+        if interrupt.caught:
+            return None
         bits = {f"validation/bits_per_byte/{name}": score.bits_per_byte for name, score in scores.items()}
-        monitor.record(self.counters.step, bits | {f"validation/loss/{name}": score.loss for name, score in scores.items()})
+        if step not in monitor.validated:
+            monitor.record(step, bits | {f"validation/loss/{name}": score.loss for name, score in scores.items()})
         shown = ", ".join(f"{name} {score.bits_per_byte:.3f}" for name, score in scores.items())
-        progress.say(f"step {self.counters.step}: validation bits per byte: {shown}")
+        progress.say(f"step {step}: validation bits per byte: {shown}")
         return scores
 
     def _save(self) -> None:
@@ -199,21 +237,29 @@ class Trainer:
             "config": self.config.to_dict(),
             "data": self.data.fingerprint,
         }
-        save_checkpoint(self.folder / CHECKPOINTS, self.counters.step, state, self.config.run.keep_last)
+        folder = self.folder / CHECKPOINTS
+        try:
+            save_checkpoint(folder, self.counters.step, state, self.config.run.keep_last)
+        except CheckpointError as error:
+            whole = list_checkpoints(folder)
+            newest = f"the newest checkpoint is {whole[-1]}" if whole else "there is no older checkpoint"
+            raise TrainingStopped(f"{error}; {newest}. Make room, then give the same command again") from error
         self.saved_step = self.counters.step
 
     def _find_checkpoint(self) -> tuple[dict[str, Any], Path] | None:
         """The checkpoint to continue from, as run.resume says. Raises ConfigError or CheckpointError."""
         resume, own = self.config.run.resume, self.folder / CHECKPOINTS
         if resume not in ("auto", "never"):
-            path = Path(resume)
-            newer = [other.name for other in list_checkpoints(own) if other.name > path.name]
+            path = Path(resume).expanduser()
+            found = load_newest(path) or (load_checkpoint(path), path, [])
+            newer = [other.name for other in list_checkpoints(own) if step_of(other) > found[0]["counters"]["step"]]
             if newer:
                 raise ConfigError(f"run.resume = {resume}: {own} holds newer checkpoints ({newer[-1]}); choose another run.out")
-            return load_checkpoint(path), path
-        found = load_newest(own)
-        if found is None:
-            return None
+        else:
+            newest = load_newest(own)
+            if newest is None:
+                return None
+            found = newest
         state, path, refused = found
         if resume == "never":
             raise ConfigError(f"run.resume = never, but {path} exists: continue it (run.resume=auto) or choose another run.out")
@@ -225,18 +271,18 @@ class Trainer:
         changed = _differences(state["config"], self.config.to_dict())
         for key, before, after in changed:
             matters = key.split(".")[0] in MUST_MATCH or key in MUST_MATCH_KEYS
+            # In domain mode a position counts whole microbatches.
+            matters |= key == "run.microbatch" and self.config.data.mode == "domain"
             if matters and key not in MAY_DIFFER:
                 raise ConfigError(f"{path}: {key} was {before!r} and is now {after!r}; put it back or choose another run.out")
         if state["data"] != self.data.fingerprint:
             raise ConfigError(f"{path}: the corpus has changed since; put it back or choose another run.out")
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer(self.optimizer, state["optimizer"])
         restore_rng(state["rng"])
-        self.counters = Counters(**state["counters"])
+        self.counters = Counters(**state["counters"] | {"bad_in_a_row": 0})  # who continues a stopped run has changed something
         self.say(f"continuing after step {self.counters.step} from {path}")
-        noted = [
-            f"{key} {before!r} -> {after!r}" for key, before, after in changed if key.split(".")[0] in ("optim", "schedule")
-        ]
+        noted = [f"{key} {before!r} -> {after!r}" for key, before, after in changed if key not in QUIET]
         if noted:
             self.say(f"changed since the checkpoint: {', '.join(noted)}")
 

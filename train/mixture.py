@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .config import ConfigError
+from ..models.loss import IGNORE
+from .errors import ConfigError
 from .shuffle import permute
-from .store import NO_TARGET, TokenStore
+from .store import TokenStore
 
 LONGEST_PERIOD = 1000
 
@@ -25,13 +26,13 @@ class Batch:
     """One microbatch: B sequences of S tokens."""
 
     tokens: torch.Tensor  # (B, S) int64
-    targets: torch.Tensor  # (B, S) int64, NO_TARGET where there is none
+    targets: torch.Tensor  # (B, S) int64, IGNORE where there is none
     document_ids: torch.Tensor  # (B, S) int64, counted within each sequence
     domains: tuple[int, ...]  # the source of each sequence
 
     @property
     def num_targets(self) -> int:
-        return int((self.targets != NO_TARGET).sum())
+        return int((self.targets != IGNORE).sum())
 
     def to(self, device: torch.device) -> Batch:
         return Batch(self.tokens.to(device), self.targets.to(device), self.document_ids.to(device), self.domains)
@@ -74,11 +75,6 @@ class Mixture:
             indices = self._shuffled(int(domain), numbers[domains == domain])
             parts[:, rows] = torch.stack(self.stores[domain].read(indices, self.seq_len))
         return Batch(parts[0], parts[1], parts[2], tuple(int(domain) for domain in domains))
-
-    def epochs(self, position: int) -> list[float]:
-        """How often each domain has been read, roughly, at a position."""
-        drawn = [position * share / sum(self.shares) for share in self.shares]
-        return [count / store.sequences(self.seq_len) for count, store in zip(drawn, self.stores, strict=True)]
 
     def _draw(self, draws: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(domain, number of the draw within its domain) of each draw."""

@@ -35,14 +35,18 @@ class Monitor:
 
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        _truncate(folder / METRICS, step)
+        kept = _truncate(folder / METRICS, step)
+        #: steps whose validation is recorded
+        self.validated = {line["step"] for line in kept if any(key.startswith("validation/") for key in line)}
         self._lines = (folder / METRICS).open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         self._load: NDArray[np.int64] | None = None  # (L, E) counts since the last heat map
 
     def record(self, step: int, values: dict[str, float]) -> None:
         """Write scalars of `step`; what is not finite becomes null in the JSON."""
         line = {"step": step} | {key: value if math.isfinite(value) else None for key, value in values.items()}
+        if any(key.startswith("validation/") for key in line):
+            self.validated.add(step)
         self._lines.write(json.dumps(line) + "\n")
         self._lines.flush()
         for key, value in values.items():
@@ -101,7 +105,10 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _truncate(path: Path, step: int) -> None:
-    if path.exists():
-        kept = [line for line in read_metrics(path.parent) if line["step"] <= step]
-        write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
+def _truncate(path: Path, step: int) -> list[dict[str, Any]]:
+    """Drop the lines after `step`; return those that stay."""
+    if not path.exists():
+        return []
+    kept = [line for line in read_metrics(path.parent) if line["step"] <= step]
+    write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept

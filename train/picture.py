@@ -36,7 +36,7 @@ def draw_run(folder: Path, path: Path, tail_from: int, loads: dict[str, NDArray[
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.set_xlabel("optimizer step")
-        axes.set_xlim(left=0, right=max(line["step"] for line in steps))
+        axes.set_xlim(left=0, right=max((line["step"] for line in steps), default=tail_from))
     figure.savefig(path)
 
 
@@ -64,7 +64,8 @@ def _draw_balance(axes: Any, steps: list[dict[str, Any]], tail_from: int) -> Non
         axes.plot(at, _smooth(values), color=colour, linewidth=1.8, label=f"{name} (a {_GROUP[name]})")
         at, values = _series(steps, f"balance/{floor}/mean")
         axes.plot(at, values, color=colour, linewidth=1.2, linestyle="--", label=f"{name}, fair random router")
-    axes.axvspan(tail_from, steps[-1]["step"], color=GREY, alpha=0.12, linewidth=0, label="averaged in the table")
+    last = steps[-1]["step"] if steps else tail_from
+    axes.axvspan(tail_from, last, color=GREY, alpha=0.12, linewidth=0, label="averaged in the table")
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

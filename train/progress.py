@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import Any
@@ -19,14 +20,19 @@ class Progress:
         self.first = done
         self.began = time.monotonic()
         self._spoke = self.began
+        self._maxvio = float("nan")
         self._bar: Any = None
         if sys.stderr.isatty():
             self._bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, smoothing=0.1)
 
     def update(self, step: int, loss: float, maxvio: float, tokens_per_second: float) -> None:
-        """Show the state after `step`, 1-based; `maxvio` is the mean over the layers."""
+        """Show the state after `step`, 1-based; `maxvio` is the mean over the layers, NaN = as before."""
+        if not math.isnan(maxvio):
+            self._maxvio = maxvio
         if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {loss:.3f}, MaxVio {maxvio:.2f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
+            self._bar.set_postfix_str(
+                f"loss {loss:.3f}, MaxVio {self._maxvio:.2f}, {tokens_per_second:,.0f} tokens/s", refresh=False
+            )
             self._bar.update(step - self._bar.n)
             return
         now = time.monotonic()
@@ -34,7 +40,7 @@ class Progress:
             self._spoke = now
             left = (now - self.began) / max(1, step - self.first) * (self.steps - step)
             self.say(
-                f"step {step}/{self.steps}  loss {loss:.3f}  MaxVio {maxvio:.2f}  "
+                f"step {step}/{self.steps}  loss {loss:.3f}  MaxVio {self._maxvio:.2f}  "
                 f"{tokens_per_second:,.0f} tokens/s  {tqdm.format_interval(left)} left"
             )
 

@@ -8,14 +8,17 @@ import random
 import numpy as np
 import torch
 
-from .config import ConfigError
+from ..models import GPTConfig
+from ..models.experts import grouped_obstacle
+from .errors import ConfigError
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 KEEP_BYTES = 1 << 30
 
 
 def choose_device(wanted: str) -> torch.device:
-    """`auto` is the GPU where there is one. Raises ConfigError for a device that is not there."""
+    """`auto` is the GPU where there is one; a numbered GPU becomes torch's current one. Raises ConfigError for a device that
+    is not there."""
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -26,6 +29,8 @@ def choose_device(wanted: str) -> torch.device:
         raise ConfigError(f"run.device = {wanted!r}: use auto, cpu, cuda or cuda:<number>")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"run.device = {wanted!r}: torch sees {torch.cuda.device_count()} CUDA devices here")
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)  # what libraries allocate without asking would land on the first one
     return device
 
 
@@ -35,8 +40,18 @@ def choose_autocast(precision: str, device: torch.device) -> torch.dtype | None:
     ``auto`` keeps fp32 on CPUs, most of which compute bf16 several times more slowly.
     """
     if precision == "auto":
-        precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+        native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        precision = "bf16" if native else "fp32"
     return torch.bfloat16 if precision == "bf16" else None
+
+
+def check_expert_compute(model: GPTConfig, device: torch.device, autocast: torch.dtype | None) -> None:
+    """Raise ConfigError where the grouped experts that were asked for cannot run, before any data is prepared."""
+    row = torch.empty(1, model.d_model, dtype=autocast or torch.float32, device=device)
+    experts, width, hidden = model.num_experts, model.d_model, model.expert_hidden
+    weights = [torch.empty(shape, device="meta") for shape in ((experts, 2 * hidden, width), (experts, width, hidden))]
+    if model.expert_compute == "grouped" and (obstacle := grouped_obstacle(row, *weights)):
+        raise ConfigError(f'model.expert_compute = "grouped": {obstacle}; use auto or loop')
 
 
 def seed_everything(seed: int) -> None:

@@ -18,7 +18,8 @@ from .optim import clip_gradients, gradient_norm, router_gradient_norm
 class StepResult:
     """What a step did. Losses are in nats per target token, norms are before clipping."""
 
-    loss: float
+    loss: float  # what was minimised: with the head's z-loss
+    nll: float  # the cross-entropy alone, comparable with validation
     grad_norm: float
     router_grad_norm: float
     targets: int  # target tokens of the step
@@ -43,7 +44,7 @@ def train_step(
     however they are cut. A non-finite loss or gradient makes the step bad: parameters, optimizer and
     balancers stay as they were, and what the routers gathered in it is thrown away.
     """
-    loss = accumulate(model, batches, autocast=autocast)
+    loss, nll = accumulate(model, batches, autocast=autocast)
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm, router_norm = gradient_norm(parameters), router_gradient_norm(model)
     report = None
@@ -55,7 +56,7 @@ def train_step(
         discard_step(model)
     optimizer.zero_grad(set_to_none=True)
     targets = sum(batch.num_targets for batch in batches)
-    return StepResult(loss.item(), norm.item(), router_norm.item(), targets, report)
+    return StepResult(loss.item(), nll.item(), norm.item(), router_norm.item(), targets, report)
 
 
 def tolerate_nan(model: nn.Module) -> None:
@@ -65,18 +66,22 @@ def tolerate_nan(model: nn.Module) -> None:
         router.options["nan"] = "route"
 
 
-def accumulate(model: nn.Module, batches: Sequence[Batch], *, autocast: torch.dtype | None = None) -> torch.Tensor:
-    """Add the gradients of the mean loss over all targets of `batches`; return that loss, 0-dim, detached."""
+def accumulate(
+    model: nn.Module, batches: Sequence[Batch], *, autocast: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add the gradients of the mean loss over all targets of `batches`; return that loss, and it without z-loss, 0-dim."""
     device = next(model.parameters()).device
     counts = [batch.num_targets for batch in batches]
-    total = torch.zeros((), device=device)
+    total, total_nll = torch.zeros((2,), device=device).unbind()
     model.train()
     for batch, count in zip(batches, counts, strict=True):
         here = batch.to(device)
         context = torch.autocast(device.type, dtype=autocast) if autocast else contextlib.nullcontext()
         with context:
             output = model(here.tokens, here.targets, document_ids=here.document_ids)
-        share = output.loss * (count / max(1, sum(counts)))
+        weight = count / max(1, sum(counts))
+        share = output.loss * weight
         share.backward()
         total += share.detach()
-    return total
+        total_nll += output.nll_sum / output.num_targets.clamp(min=1) * weight
+    return total, total_nll

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .config import ConfigError
+from ..models.loss import IGNORE
 from .corpus import Document, Source, held_out
+from .errors import ConfigError
 from .files import folder_atomic
 from .tokenizer import FORMAT, TextTokenizer
 
 SPLITS = ("training", "validation")
-NO_TARGET = -100
 BATCH = 256  # documents per call of the tokenizer
 
 
@@ -48,13 +48,13 @@ class TokenStore:
         return max(0, (len(self.tokens) - 1) // seq_len)
 
     def read(self, indices: NDArray[np.int64], seq_len: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sequences by index: tokens, targets (NO_TARGET where the next token is another document's) and document ids
+        """Sequences by index: tokens, targets (IGNORE where the next token is another document's) and document ids
         counted from 0 within each sequence; each (B, seq_len) int64."""
         at = indices[:, None] * seq_len + np.arange(seq_len + 1)
         window = self.tokens[at].astype(np.int64)
         document = np.searchsorted(self.starts, at, side="right") - 1
         tokens, targets = window[:, :-1], window[:, 1:].copy()
-        targets[document[:, 1:] != document[:, :-1]] = NO_TARGET
+        targets[document[:, 1:] != document[:, :-1]] = IGNORE
         ids = document[:, :-1] - document[:, :1]
         return torch.from_numpy(tokens.copy()), torch.from_numpy(targets), torch.from_numpy(ids)
 

@@ -35,6 +35,7 @@ class Summary:
     rows: list[Row]
     first_step: int  # of the averaged part
     last_step: int
+    trained: bool  # whether the folder has training steps to average
     table_path: Path
     picture_path: Path
 
@@ -55,7 +56,7 @@ class Summary:
             f"Balance, throughput and training loss: mean over steps {self.first_step} to {self.last_step} and over layers; "
             "tokens/s: median."
         )
-        return "\n".join([*lines, "", note])
+        return "\n".join([*lines, "", note if self.trained else "This folder holds no record of the training steps."])
 
 
 def write_summary(config: Config, scores: dict[str, Score], folder: Path) -> Summary:
@@ -63,11 +64,12 @@ def write_summary(config: Config, scores: dict[str, Score], folder: Path) -> Sum
     steps = [line for line in read_metrics(folder) if "train/loss" in line]
     first = config.run.steps - max(1, math.ceil(config.run.tail * config.run.steps)) + 1
     tail = [line for line in steps if line["step"] >= first] or steps[-1:]
-    summary = Summary(_rows(config, scores, tail), tail[0]["step"], tail[-1]["step"], folder / TABLE, folder / PICTURE)
+    averaged = [line["step"] for line in tail] or [config.run.steps]
+    summary = Summary(_rows(config, scores, tail), averaged[0], averaged[-1], bool(tail), folder / TABLE, folder / PICTURE)
     facts = {
         "steps": [summary.first_step, summary.last_step],
         "rows": {row.measure: {"value": _finite(row.value), "fair_random_router": row.chance} for row in summary.rows},
-        "validation": {name: asdict(score) | {"load": score.load.tolist()} for name, score in scores.items()},
+        "validation": {name: _facts(score) for name, score in scores.items()},
     }
     write_atomic(folder / FACTS, json.dumps(facts) + "\n")
     write_atomic(folder / TABLE, summary.table() + "\n")
@@ -78,6 +80,8 @@ def write_summary(config: Config, scores: dict[str, Score], folder: Path) -> Sum
 def _rows(config: Config, scores: dict[str, Score], tail: list[dict[str, Any]]) -> list[Row]:
     model = config.model
     rows = [Row(f"validation bits per byte, {name}", score.bits_per_byte, ".3f") for name, score in scores.items()]
+    if not tail:  # the steps were taken in another folder, or their record is gone
+        return rows
     rows += [
         Row("training loss (nats per token)", _mean(tail, "train/loss"), ".3f"),
         Row("global MaxVio", _mean(tail, "balance/maxvio/mean"), ".3f", _mean(tail, "balance/floor/mean")),
@@ -101,6 +105,11 @@ def _mean(lines: list[dict[str, Any]], key: str) -> float:
 
 def _show(value: float, form: str) -> str:
     return "n/a" if math.isnan(value) else format(value, form)
+
+
+def _facts(score: Score) -> dict[str, Any]:
+    plain = {key: _finite(value) if isinstance(value, float) else value for key, value in asdict(score).items()}
+    return plain | {"load": score.load.tolist()}
 
 
 def _finite(value: float) -> float | None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from .config import ConfigError
 from .corpus import Source, held_out
+from .errors import ConfigError, first_line
 from .files import write_atomic
 
 END_OF_TEXT = "<|endoftext|>"
@@ -26,6 +27,8 @@ class TextTokenizer:
     def __init__(self, tokenizer: Tokenizer, origin: str) -> None:
         self.tokenizer = tokenizer
         tokenizer.encode_special_tokens = True  # a text that spells a special token is text
+        tokenizer.no_truncation()  # a file may carry either, and documents are encoded whole
+        tokenizer.no_padding()
         self.end_of_text = tokenizer.token_to_id(END_OF_TEXT)
         if self.end_of_text is None:
             raise ConfigError(f"{origin}: the tokenizer has no {END_OF_TEXT} token")
@@ -33,6 +36,8 @@ class TextTokenizer:
         alphabet = set(pre_tokenizers.ByteLevel.alphabet())
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.size = max(vocabulary.values()) + 1
+        if why := _not_byte_level(tokenizer, alphabet - vocabulary.keys()):
+            raise ConfigError(f"{origin}: the tokenizer is not byte-level: {why}; train it as byte-level BPE")
         #: (vocabulary,) bytes of text that each token stands for; 0 for special tokens
         self.bytes_per_token = np.zeros(self.size, dtype=np.int64)
         for token, id in vocabulary.items():
@@ -56,14 +61,28 @@ class TextTokenizer:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
+def _not_byte_level(tokenizer: Tokenizer, missing: set[str]) -> str | None:
+    """What keeps a token's characters from being the bytes of the text it stands for, if anything does."""
+    if missing:
+        return f"{len(missing)} of the 256 bytes have no token"
+    steps = json.loads(tokenizer.to_str())
+    if steps["normalizer"] is not None:
+        return "a normalizer changes the text"
+    splitter = steps["pre_tokenizer"] or {}
+    if not any(part.get("type") == "ByteLevel" for part in (splitter, *splitter.get("pretokenizers", ()))):
+        return "it has no ByteLevel pre-tokenizer"
+    return None
+
+
 def load_tokenizer(path: str) -> TextTokenizer:
     """Read a tokenizer.json; ConfigError when it is not one."""
+    path = str(Path(path).expanduser())
     try:
         return TextTokenizer(Tokenizer.from_file(path), path)
     except ConfigError:
         raise
     except Exception as error:  # the reader raises plain Exception
-        raise ConfigError(f"data.tokenizer: cannot read {path!r}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"data.tokenizer: cannot read {path!r}: {first_line(error)}") from error
 
 
 def cached_tokenizer(

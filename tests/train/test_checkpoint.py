@@ -40,9 +40,9 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_only_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
-    for step in (5, 10, 15, 100_000_000):
+    for step in (5, 10, 99_999_999, 100_000_000):
         save_checkpoint(tmp_path, step, state(step), keep)
-    expected = ["step-00000005", "step-00000010", "step-00000015", "step-100000000"]
+    expected = ["step-00000005", "step-00000010", "step-99999999", "step-100000000"]
     assert names(tmp_path) == expected[-keep:]
 
 
@@ -122,34 +122,45 @@ KILLER = """
         Path(path).write_bytes(b"PK half of a file")
         die()
 
-    moment = sys.argv[2]
+    def die_at(function, name, argument, there):
+        def wrapped(*args, **kwargs):
+            if Path(args[argument]).name == name and Path(args[argument]).exists() == there:
+                die()
+            return function(*args, **kwargs)
+        return wrapped
+
+    moment, step = sys.argv[2], int(sys.argv[3])
+    name = f"step-{step:08d}"
     if moment == "state half written": torch.save = half_a_file
     if moment == "state written": torch.save = then_die(torch.save)
-    if moment == "before the rename": os.rename = die
-    if moment == "after the rename": os.rename = then_die(os.rename)
-    if moment == "while dropping old ones": files.shutil.rmtree = die
-    checkpoint.remove_leftovers = lambda folder: None
-    checkpoint.save_checkpoint(Path(sys.argv[1]), 15, {"weight": torch.full((64,), 15.0), "counters": {"step": 15}}, 2)
+    if moment in ("before the rename", "between the two renames"): os.rename = die_at(os.rename, name, 1, False)
+    if moment == "after the rename": files.sync_folder = lambda path: die() if (path / name).exists() else None
+    if moment == "while dropping old ones": files.shutil.rmtree = die_at(files.shutil.rmtree, ".step-00000005.dropped", 0, True)
+    if moment == "while dropping the replaced one": files.shutil.rmtree = die_at(files.shutil.rmtree, f".{name}.old", 0, True)
+    checkpoint.save_checkpoint(Path(sys.argv[1]), step, {"weight": torch.full((64,), 15.0), "counters": {"step": step}}, 2)
 """
 
 
 @pytest.mark.parametrize(
-    ("moment", "newest"),
+    ("moment", "step", "newest", "weight"),
     [
-        ("state half written", 10),
-        ("state written", 10),
-        ("before the rename", 10),
-        ("after the rename", 15),
-        ("while dropping old ones", 10),
+        ("state half written", 15, 10, 10),
+        ("state written", 15, 10, 10),
+        ("before the rename", 15, 10, 10),
+        ("after the rename", 15, 15, 15),
+        ("while dropping old ones", 15, 15, 15),
+        ("between the two renames", 10, 10, 10),
+        ("while dropping the replaced one", 10, 10, 15),
     ],
 )
-def test_a_kill_during_a_save_loses_nothing(tmp_path: Path, moment: str, newest: int) -> None:
-    for step in (5, 10):
-        save_checkpoint(tmp_path, step, state(step), 2)
-    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLER), str(tmp_path), moment], check=False)
+def test_a_kill_during_a_save_loses_nothing(tmp_path: Path, moment: str, step: int, newest: int, weight: int) -> None:
+    for older in (5, 10):
+        save_checkpoint(tmp_path, older, state(older), 2)
+    script = [sys.executable, "-c", textwrap.dedent(KILLER), str(tmp_path), moment, str(step)]
+    killed = subprocess.run(script, check=False)
     assert killed.returncode == -signal.SIGKILL
     loaded, _, refused = load_newest(tmp_path)
-    assert (loaded["counters"]["step"], refused) == (newest, [])
+    assert (loaded["counters"]["step"], float(loaded["weight"][0]), refused) == (newest, weight, [])
     save_checkpoint(tmp_path, 20, state(20), 2)
     assert [name for name in os.listdir(tmp_path) if name.startswith(".step")] == [], "leftovers are cleared by the next save"
     assert load_newest(tmp_path)[0]["counters"]["step"] == 20

@@ -1,8 +1,10 @@
+import sys
 from pathlib import Path
 
 import pytest
 
 from evenload.train import ConfigError, cli, load_config
+from evenload.train.errors import first_line
 
 WRONG = [
     ("run.stepz=3", "unknown key 'run.stepz' (did you mean run.steps?)"),
@@ -23,6 +25,21 @@ WRONG = [
     ("model.balancers=[{name: lei, coeff: -1}]", "lei"),
     ("model.top_k=99", "top_k must not exceed num_experts"),
     ("optim.lr=nan", "must be above 0"),
+    ("optim.lr=inf", "must be a finite number"),
+    ("data.sources[0].weight=.inf", "must be above 0 and finite"),
+    ("data.sources.weight=1", "data.sources is a list; write data.sources[0].weight=..."),
+    ("data.sources=[{name: a}]", "': data.sources[0].path: Structured config of type"),
+    ("data.tokenizer_bytes=0", "must be at least 1"),
+    ("model.score=foo", "model.score = 'foo': score='foo'; choose one of"),
+    ("model.num_groups=3", "model.num_groups = 3: num_groups=3 and group_top_k=None; give both or neither"),
+    ("model.group_top_k=3", "model.group_top_k = 3: num_groups=None and group_top_k=3"),
+    ("model.balancers=qb_histogram+loss_free", "qb_histogram and loss_free both set the selection bias"),
+    ("model.num_dense_layers=4", "leaves none of the 4 layers to experts"),
+    ("run.threads=-1", "must be at least 1"),
+    ("run.seed=-1", "must be at least 0 and below 2**32"),
+    ("run.seed=4294967296", "must be at least 0 and below 2**32"),
+    (f"run.out={__file__}", "is a file; name a folder"),
+    (f"run.out={__file__}/inside", "is a file; name a folder"),
 ]
 
 
@@ -47,10 +64,16 @@ def test_a_wrong_override_is_named_with_what_would_be_right(override: str, messa
         ("- a\n", "own.yaml: expected sections"),
         ("model:\n  vocab_size: 100\n", "own.yaml:2: model.vocab_size = 100"),
         ("model:\n  top_k: 99\n", "own.yaml:2: model: top_k=99"),
+        ("word\n", "own.yaml: expected sections"),
+        ("3\n", "own.yaml: expected sections"),
+        ("run: {1: 2}\n", "own.yaml:1: '1' in section 'run': keys are plain words"),
+        ("run: &run {steps: 3}\noptim:\n  <<: *run\n", "own.yaml:3: '<<' in section 'optim': keys are plain words"),
+        ("data:\n  sources:\n  - {kind: text}\n", "own.yaml:2: data.sources[0].name: "),
+        ("run:\n  out: caf\udce9\n", "own.yaml: cannot be read as UTF-8 text"),
     ],
 )
 def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "own.yaml").write_text(text)
+    (tmp_path / "own.yaml").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError) as caught:
         load_config(str(tmp_path / "own.yaml"))
     assert message in str(caught.value)
@@ -92,6 +115,37 @@ def test_the_command_line_answers_in_one_line(capsys: pytest.CaptureFixture[str]
     assert "did you mean tiny?" in error
 
 
-def test_print_config(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "tiny", "run.steps=7", "--print-config"]) == 0
-    assert "steps: 7" in capsys.readouterr().out
+@pytest.mark.parametrize("order", [["run.steps=7", "--print-config"], ["--print-config", "run.steps=7"]])
+def test_print_config(order: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "tiny", "run.threads=2", *order]) == 0
+    shown = capsys.readouterr().out
+    assert "steps: 7" in shown
+    assert "threads: 2" in shown
+
+
+def test_unknown_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train", "tiny", "--print-config", "run.steps=7", "--fast"])
+    assert "unrecognized arguments: --fast" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "overrides", "resume", "expected"),
+    [
+        (".venv/bin/evenload", ["run.steps=7"], "auto", ".venv/bin/evenload train my.yaml run.steps=7"),
+        ("pytest", ["run.resume=auto"], "auto", "evenload train my.yaml run.resume=auto"),
+        ("evenload", ["run.resume=a/b"], "a/b", "evenload train my.yaml run.resume=auto"),
+        ("evenload", [], "never", "evenload train my.yaml run.resume=auto"),
+        ("train/cli.py", [], "auto", f"{sys.executable} -m evenload.train.cli train my.yaml"),
+    ],
+)
+def test_the_command_that_continues(
+    typed: str, overrides: list[str], resume: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [typed])
+    assert cli.resume_command("my.yaml", overrides, resume) == expected
+
+
+def test_first_lines_of_errors() -> None:
+    assert first_line(ValueError("one\ntwo")) == "one"
+    assert first_line(ValueError()) == first_line(ValueError("\n")) == "ValueError"

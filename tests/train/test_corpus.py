@@ -1,10 +1,11 @@
 import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from evenload.train import ConfigError
+from evenload.train import ConfigError, load_config, load_data
 from evenload.train.config import SourceConfig
 from evenload.train.corpus import Source, held_out, stdlib_documents
 
@@ -80,3 +81,35 @@ def test_what_cannot_be_read_is_named(source: SourceConfig, message: str, tmp_pa
     with pytest.raises(ConfigError, match=r"data\.sources: a: ") as caught:
         list(Source(source, tmp_path).documents())
     assert message in str(caught.value)
+
+
+def test_a_changed_file_of_the_same_age_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    for text in ("first text", "second one"):
+        path.write_text(text)
+        os.utime(path, (1e9, 1e9))
+        [document] = Source(SourceConfig("a", "text", str(path)), tmp_path).documents()
+        assert document.text == text
+
+
+def test_paths_may_be_literal_and_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("a[1].txt", "a1.txt"):
+        (tmp_path / name).write_text(name)
+    source = Source(SourceConfig("a", "text", "~/a[1].txt"), tmp_path)
+    assert [document.text for document in source.documents()] == ["a[1].txt"]
+
+
+def test_rows_without_text_are_counted_and_said(mini: str, corpus: Path, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": line}) for line in (corpus / "words.txt").read_text().splitlines()]
+    (tmp_path / "many.jsonl").write_text("\n".join([*lines, '{"other": "x"}', '{"text": null}']))
+    sources = f"data.sources=[{{name: many, kind: jsonl, path: {tmp_path}/many.jsonl}}]"
+    said: list[str] = []
+    load_data(load_config(mini, [sources, f"data.cache={tmp_path}"]), said.append)
+    assert "many: 2 rows without a text in 'text' were left out" in said
+
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"other": "x"}\n{"text": null}\n{"text": "two"}\n')
+    source = Source(SourceConfig("a", "jsonl", str(tmp_path / "a.jsonl")), tmp_path)
+    for _ in range(2):
+        assert [document.text for document in source.documents()] == ["one", "two"]
+        assert source.skipped == 2

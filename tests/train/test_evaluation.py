@@ -69,3 +69,16 @@ def test_evaluation_changes_nothing(model: GPT, store: TokenStore, tokenizer: Te
     assert torch.equal(torch.get_rng_state(), generator)
     assert model.training is training
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_evaluation_stops_between_batches(model: GPT, store: TokenStore, tokenizer: TextTokenizer) -> None:
+    asked: list[int] = []
+
+    def stop() -> bool:
+        asked.append(1)
+        return len(asked) > 3
+
+    second = TokenStore("second", store.tokens, store.starts, store.text_bytes)
+    scores = evaluate(model, [store, second], tokenizer, seq_len=SEQ, max_tokens=2 * SEQ, batch_size=1, stop=stop)
+    assert list(scores) == ["texts"], "two batches of the first, one of the second"
+    assert len(asked) == 4

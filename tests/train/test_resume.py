@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenload.train import ConfigError, Trainer, checkpoint, load_config, loop
-from evenload.train.checkpoint import load_newest
+from evenload.train import ConfigError, Trainer, checkpoint, cli, load_config, loop
+from evenload.train.checkpoint import list_checkpoints, load_newest
+from evenload.train.lock import only_run
 from evenload.train.monitor import read_metrics
 
 STEPS, EVERY = 60, 15
@@ -130,31 +131,40 @@ def test_a_finished_run_is_only_summarised_again(mini: str, tmp_path: Path, monk
     config = load_config(mini, [f"run.out={tmp_path / 'run'}", "run.steps=3"])
     first = Trainer(config, say=lambda _: None).run()
     monkeypatch.setattr(loop, "train_step", lambda *_, **__: pytest.fail("trained again"))
+    before = (tmp_path / "run/metrics.jsonl").read_text()
     again = Trainer(config, say=lambda _: None).run()
     assert again.summary.table() == first.summary.table()
+    assert (tmp_path / "run/metrics.jsonl").read_text() == before
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
+def test_a_checkpoint_of_another_run_is_refused(mini: str, tmp_path: Path) -> None:
+    shape = [f"run.out={tmp_path}", "data.mode=domain"]
+    Trainer(load_config(mini, [*shape, "run.steps=1"]), say=lambda _: None).run()
+    for override, message in [
         ("model.num_experts=8", "model.num_experts was 4 and is now 8"),
         ("run.seed=1", "run.seed was 0 and is now 1"),
-        ("data.mode=domain", "data.mode was 'mixed' and is now 'domain'"),
+        ("data.mode=mixed", "data.mode was 'domain' and is now 'mixed'"),
+        ("run.microbatch=1", "run.microbatch was 2 and is now 1"),
+        ("optim.decay_embeddings=true", "optim.decay_embeddings was False and is now True"),
         ("run.resume=never", "run.resume = never, but"),
-    ],
-)
-def test_a_checkpoint_of_another_run_is_refused(mini: str, tmp_path: Path, override: str, message: str) -> None:
-    Trainer(load_config(mini, [f"run.out={tmp_path}", "run.steps=1"]), say=lambda _: None).run()
-    with pytest.raises(ConfigError) as caught:
-        Trainer(load_config(mini, [f"run.out={tmp_path}", "run.steps=2", override]), say=lambda _: None)
-    assert message in str(caught.value)
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            Trainer(load_config(mini, [*shape, "run.steps=2", override]), say=lambda _: None)
+        assert message in str(caught.value)
 
 
-def test_a_changed_learning_rate_is_said(mini: str, tmp_path: Path) -> None:
+def test_changed_options_are_said_and_take_effect(mini: str, tmp_path: Path) -> None:
     Trainer(load_config(mini, [f"run.out={tmp_path}", "run.steps=1"]), say=lambda _: None).run()
     said: list[str] = []
-    Trainer(load_config(mini, [f"run.out={tmp_path}", "run.steps=2", "optim.lr=1e-4"]), say=said.append).run()
-    assert "changed since the checkpoint: optim.lr 0.01 -> 0.0001" in said
+    changes = ["optim.beta2=0.5", "optim.eps=1e-3", "optim.weight_decay=7", "run.steps=2", "run.microbatch=1"]
+    trainer = Trainer(load_config(mini, [f"run.out={tmp_path}", *changes, "run.log_every=5"]), say=said.append)
+    assert (
+        "changed since the checkpoint: optim.beta2 0.95 -> 0.5, optim.eps 1e-08 -> 0.001, optim.weight_decay 0.1 -> 7.0, "
+        "run.steps 1 -> 2, run.microbatch 2 -> 1"
+    ) in said
+    trainer.run()
+    groups = load_newest(tmp_path / "checkpoints")[0]["optimizer"]["param_groups"]
+    assert [(group["betas"][1], group["eps"], group["weight_decay"]) for group in groups] == [(0.5, 1e-3, 7), (0.5, 1e-3, 0)]
 
 
 def test_resume_from_a_path(mini: str, tmp_path: Path) -> None:
@@ -165,8 +175,25 @@ def test_resume_from_a_path(mini: str, tmp_path: Path) -> None:
     assert lines(tmp_path / "b") == [line for line in lines(tmp_path / "a") if line["step"] > 4]
     with pytest.raises(checkpoint.CheckpointError, match="no such folder"):
         Trainer(load_config(mini, [f"run.out={tmp_path / 'c'}", "run.resume=/nowhere"]), say=lambda _: None)
+    path.rename(tmp_path / "z-copy")
     with pytest.raises(ConfigError, match="newer checkpoints"):
-        Trainer(load_config(mini, [f"run.out={tmp_path / 'a'}", f"run.resume={path}"]), say=lambda _: None)
+        Trainer(load_config(mini, [f"run.out={tmp_path / 'a'}", f"run.resume={tmp_path}/z-copy"]), say=lambda _: None)
+
+    last = load_config(mini, [f"run.out={tmp_path / 'd'}", f"run.resume={tmp_path}/a/checkpoints"])
+    summary = Trainer(last, say=lambda _: None).run().summary
+    assert [row.measure for row in summary.rows] == [f"validation bits per byte, {name}" for name in ("words", "numbers")]
+    assert "no record of the training steps" in (tmp_path / "d/summary.md").read_text()
+    assert [path.name for path in list_checkpoints(tmp_path / "d/checkpoints")] == ["step-00000008"], "goes on by itself"
+
+
+def test_a_folder_has_one_run_at_a_time(mini: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with only_run(tmp_path):
+        assert cli.main(["train", mini, f"run.out={tmp_path}", "run.steps=1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"evenload: error: another evenload train is running in {tmp_path}; ")
+    assert error.count("\n") == 1
+    with only_run(tmp_path):
+        pass
 
 
 def test_a_metrics_file_cut_by_a_kill_is_mended(mini: str, tmp_path: Path) -> None:

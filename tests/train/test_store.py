@@ -3,10 +3,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from evenload.models.loss import IGNORE
 from evenload.train import ConfigError, store
 from evenload.train.config import SourceConfig
 from evenload.train.corpus import Source, held_out
-from evenload.train.store import NO_TARGET, TokenStore, cached_store
+from evenload.train.store import TokenStore, cached_store
 from evenload.train.tokenizer import train_tokenizer
 
 END = 0
@@ -23,7 +24,7 @@ def test_a_worked_example() -> None:
     assert hand.sequences(5) == 2
     tokens, targets, ids = hand.read(np.array([0, 1]), 5)
     assert tokens.tolist() == [[0, 1, 2, 0, 0], [3, 0, 0, 4, 5]]
-    assert targets.tolist() == [[1, 2, 0, NO_TARGET, 3], [0, NO_TARGET, 4, 5, 6]]
+    assert targets.tolist() == [[1, 2, 0, IGNORE, 3], [0, IGNORE, 4, 5, 6]]
     assert ids.tolist() == [[0, 0, 0, 0, 1], [0, 0, 1, 1, 1]]
 
 
@@ -35,7 +36,7 @@ def test_every_token_but_the_first_of_a_document_is_a_target_once(seq_len: int) 
     tokens, targets, ids = (part.flatten().numpy() for part in hand.read(np.arange(count), seq_len))
     first_of_document = np.isin(np.arange(1, count * seq_len + 1), hand.starts)
     assert (tokens == hand.tokens[: count * seq_len]).all()
-    assert (targets == np.where(first_of_document, NO_TARGET, hand.tokens[1 : count * seq_len + 1].astype(int))).all()
+    assert (targets == np.where(first_of_document, IGNORE, hand.tokens[1 : count * seq_len + 1].astype(int))).all()
     rows = ids.reshape(count, seq_len)
     assert (rows[:, 0] == 0).all()
     assert ((np.diff(rows, axis=1) == 1) == first_of_document.reshape(count, seq_len)[:, :-1]).all()

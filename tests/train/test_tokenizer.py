@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from evenload.train import ConfigError
 from evenload.train.config import SourceConfig
@@ -52,3 +52,31 @@ def test_a_tokenizer_that_is_not_byte_level_is_refused(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ConfigError, match="cannot read"):
         load_tokenizer(str(path))
+
+
+def test_truncation_and_padding_of_a_file_are_switched_off(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    cut = Tokenizer.from_str(tokenizer.to_json())
+    cut.enable_truncation(4)
+    cut.enable_padding(length=9)
+    cut.save(str(tmp_path / "cut.json"))
+    assert load_tokenizer(str(tmp_path / "cut.json")).encode(TEXTS) == tokenizer.encode(TEXTS)
+
+
+def test_what_only_looks_byte_level_is_refused(tokenizer: TextTokenizer) -> None:
+    words = Tokenizer(models.WordLevel({"the": 0, "cat": 1, "UNK": 2, END_OF_TEXT: 3}, unk_token="UNK"))
+    words.add_special_tokens([END_OF_TEXT])
+    with pytest.raises(ConfigError, match="not byte-level: 256 of the 256 bytes have no token"):
+        TextTokenizer(words, "words")
+
+    def changed(**parts: object) -> Tokenizer:
+        other = Tokenizer.from_str(tokenizer.to_json())
+        for name, part in parts.items():
+            setattr(other, name, part)
+        return other
+
+    with pytest.raises(ConfigError, match="a normalizer changes the text"):
+        TextTokenizer(changed(normalizer=normalizers.Lowercase()), "lower")
+    with pytest.raises(ConfigError, match="it has no ByteLevel pre-tokenizer"):
+        TextTokenizer(changed(pre_tokenizer=pre_tokenizers.Whitespace()), "white")
+    nested = pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    assert TextTokenizer(changed(pre_tokenizer=nested), "nested").size == tokenizer.size
