@@ -6,8 +6,6 @@ VENV := .venv
 PIP := $(VENV)/bin/pip --disable-pip-version-check
 # Scripts run from the root would otherwise see the folders `kernels`, `models`, `train` as packages.
 export PYTHONSAFEPATH := 1
-# Threads of torch that wait by spinning make a step many times slower as soon as anything else wants a core.
-export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: train test lint clean
 

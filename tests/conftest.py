@@ -3,7 +3,6 @@ from collections.abc import Iterator
 
 # Before torch is imported: results must not depend on how many cores the machine has.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
