@@ -31,3 +31,9 @@ def test_the_example_for_your_own_model():
 def test_every_balancer_is_in_the_table():
     rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", README, re.M))
     assert rows == {name: balancer.__name__ for name, balancer in evenload.BALANCERS.items()}
+
+
+def test_nothing_is_left_to_fill_in():
+    assert not re.search(r"@@|TODO|TBD", README)
+    for path in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (Path(__file__).parents[1] / path).exists(), path
