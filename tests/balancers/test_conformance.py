@@ -133,9 +133,12 @@ def test_10_nan(score, poison):
 def test_10_nan_in_padding_is_nobodys_business():
     logits = torch.randn(3, 4)
     logits[1] = float("nan")
-    routing = route(logits, 2, mask=torch.tensor([True, False, True]))
+    routing = route(logits.requires_grad_(), 2, mask=torch.tensor([True, False, True]))
     assert routing.nan_rows == 0
     assert routing.weights.isfinite().all()
+    routing.weights.sum().backward()
+    assert logits.grad.isfinite().all()
+    assert logits.grad[1].abs().sum() == 0
 
 
 def test_11_ties_go_to_the_lowest_index():

@@ -164,6 +164,18 @@ def test_groups_are_respected_by_exact_quantile():
     assert history[-1] < 0.2 * history[0]
 
 
+def test_a_token_is_no_candidate_for_experts_of_groups_it_does_not_reach():
+    """Against the definition: the margin of an expert outside the token's groups is -inf."""
+    options = {"num_groups": 4, "group_top_k": 2}
+    router, logits = Router(None, 16, 4, balancers="eqb", **options), torch.randn(512, 16)
+    routing = route(logits, 4, **options)
+    margins = (logits - routing.cutoff[:, None]).bfloat16().float().masked_fill(~routing.allowed, float("-inf"))
+    expected = -margins.sort(dim=0, descending=True).values[512 * 4 // 16]
+    router(logits)
+    balance_step(router)
+    torch.testing.assert_close(router.balancers[0].bias, expected - expected.mean(), atol=0, rtol=0)
+
+
 def test_a_margin_that_does_not_exist_is_not_the_best_one():
     """Tokens with no more than K possible experts have no cutoff; their impossible experts must not come out on top."""
     logits = torch.randn(1024, 6)
