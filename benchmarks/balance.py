@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def configuration(method: str, seed: int, steps: int) -> Config:
-    shape = ("run.microbatch=2", f"run.accumulate={MICROBATCHES}", "data.mode=domain")
+    shape = ("run.microbatch=2", f"run.batch={2 * MICROBATCHES}", "data.mode=domain")
     config = load_config("tiny", (f"run.seed={seed}", f"run.steps={steps}", *shape))
     config.model.balancers = METHODS[method]
     return config

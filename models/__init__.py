@@ -8,8 +8,10 @@ from .gpt import GPT, Block, GPTOutput
 from .layers import DenseFFN, Linear, RMSNorm, swiglu
 from .loss import chunked_cross_entropy
 from .moe import MoELayer
+from .recompute import ACTIVATION_CHECKPOINTING
 
 __all__ = [
+    "ACTIVATION_CHECKPOINTING",
     "GPT",
     "Attention",
     "Block",

@@ -18,6 +18,7 @@ from .experts import Experts
 from .layers import DenseFFN, Linear, RMSNorm
 from .loss import IGNORE, chunked_cross_entropy
 from .moe import MoELayer
+from .recompute import ACTIVATION_CHECKPOINTING, SELECTIVE_AND_COMPILED, recomputed
 
 
 @dataclass
@@ -41,7 +42,14 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x)); the feed-forward is dense in the first `num_dense_layers` blocks.
 
     forward(x (B, S, D), context) takes its arguments by position, so that reentrant activation checkpointing can wrap it.
+
+    Attributes:
+        activation_checkpointing: see `GPT.set_activation_checkpointing`.
+        compiled: whether `compile_` was called.
     """
+
+    activation_checkpointing = "none"
+    compiled = False
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -62,6 +70,17 @@ class Block(nn.Module):
             part.reset_parameters()
 
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
+        if self.activation_checkpointing == "none" or not torch.is_grad_enabled():
+            return self._run(x, context)
+        return recomputed(self._run, x, context, selective=self.activation_checkpointing == "selective")
+
+    def compile_(self, **options: Any) -> None:
+        """Compile what a forward runs. Checkpointing and sharding stay outside of the compiled code."""
+        if not self.compiled:
+            self._run = torch.compile(self._run, **options)  # type: ignore[method-assign]
+            self.compiled = True
+
+    def _run(self, x: Tensor, context: SequenceContext) -> Tensor:
         x = x + self.attention(self.attention_norm(x), context)
         hidden = self.ffn_norm(x)
         if isinstance(self.ffn, MoELayer):
@@ -114,6 +133,28 @@ class GPT(nn.Module):
         self.final_norm.reset_parameters()
         if self.head is not None:
             self.head.reset_parameters()
+
+    def set_activation_checkpointing(self, mode: str) -> None:
+        """What a training forward keeps for the backward, in every block.
+
+        Args:
+            mode: "none" = everything; "full" = each block's input, the rest is computed again; "selective" = also the
+                results of matrix products, attention, routing and communication, so that only cheap work is done twice.
+                Compiled blocks do that by themselves under "none", and hide what "selective" would have to see.
+        """
+        if mode not in ACTIVATION_CHECKPOINTING:
+            raise ValueError(f"mode={mode!r}; choose one of {', '.join(map(repr, ACTIVATION_CHECKPOINTING))}")
+        if mode == "selective" and any(cast(Block, block).compiled for block in self.blocks):
+            raise ValueError(SELECTIVE_AND_COMPILED)
+        for block in self.blocks:
+            cast(Block, block).activation_checkpointing = mode
+
+    def compile_blocks(self, **options: Any) -> None:
+        """torch.compile every block by itself, with torch.compile's `options`: equal blocks share their compiled code."""
+        if any(cast(Block, block).activation_checkpointing == "selective" for block in self.blocks):
+            raise ValueError(SELECTIVE_AND_COMPILED)
+        for block in self.blocks:
+            cast(Block, block).compile_(**options)
 
     def _reset_embedding(self) -> None:
         nn.init.normal_(self.embedding, std=self.config.init_std)

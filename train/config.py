@@ -77,17 +77,29 @@ class ScheduleConfig:
 
 
 @dataclass
+class ParallelConfig:
+    """How the ranks of a run share the model. -1 takes what the other numbers leave; see train/layout.py."""
+
+    dp_replicate: int = 1  # copies of the sharded model (HSDP when above 1)
+    dp_shard: int = -1  # ranks that share one copy (FSDP)
+    ep: int = 1  # ranks of those among which the experts are split; divides dp_shard and model.num_experts
+    timeout: float = 600.0  # seconds that a rank may leave the others waiting before the job ends
+
+
+@dataclass
 class RunConfig:
     """How long, how large a step, and what is written where."""
 
     out: str | None = None  # run folder; default: runs/<name of the configuration>
     steps: int = 1000
     seq_len: int = 256  # tokens per sequence
-    microbatch: int = 8  # sequences per microbatch
-    accumulate: int = 1  # microbatches per optimizer step
+    batch: int = 8  # sequences per optimizer step, over all ranks: the same config means the same training on any number
+    microbatch: int = 8  # sequences per forward on one rank; batch / (microbatch * ranks) of them are accumulated
     seed: int = 0
     device: str = "auto"  # auto | cpu | cuda | cuda:1 ...
     precision: str = "auto"  # auto: bf16 autocast on a GPU that has it, else fp32
+    activation_checkpointing: str = "none"  # none | selective: keep matrix products and routing | full: recompute each block
+    compile: bool = False  # torch.compile of the blocks
     threads: int | None = None  # CPU threads of torch
     resume: str = "auto"  # auto: continue from the newest good checkpoint; never; or a checkpoint's path
     log_every: int = 1  # steps, as are all intervals
@@ -108,6 +120,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     def to_dict(self) -> dict[str, Any]:

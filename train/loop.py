@@ -149,12 +149,12 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         began = time.perf_counter()
         batches = []
-        for _ in range(run.accumulate):
+        for _ in range(run.batch // run.microbatch):
             batches.append(self.data.mixture.batch(now.position, run.microbatch))
             now.position += run.microbatch
         result = train_step(self.model, self.optimizer, batches, clip=self.config.optim.clip, autocast=self.autocast)
         dropped = self.model.pop_dropped().sum()  # every step, so that each counts its own
-        tokens = run.accumulate * run.microbatch * run.seq_len
+        tokens = run.batch * run.seq_len
         speed = tokens / (time.perf_counter() - began)  # reading the loss has waited for the device
         now.step += 1
         now.tokens += tokens

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..balancers import Router
-from ..models import GPTConfig
+from ..models import ACTIVATION_CHECKPOINTING, GPTConfig
 from .errors import ConfigError, close_to, first_line
 
 if TYPE_CHECKING:
@@ -20,13 +20,14 @@ CHOICES = {
     "data.mode": ("mixed", "domain"),
     "schedule.kind": ("cosine", "wsd", "constant"),
     "run.precision": ("auto", "fp32", "bf16"),
+    "run.activation_checkpointing": ACTIVATION_CHECKPOINTING,
 }
 SOURCE_KINDS = ("stdlib", "text", "jsonl", "parquet", "hub")
 AT_LEAST_ONE = (
     "run.steps",
     "run.seq_len",
     "run.microbatch",
-    "run.accumulate",
+    "run.batch",
     "run.log_every",
     "run.keep_last",
     "run.max_bad_steps",
@@ -61,7 +62,7 @@ def validate(config: Config, origins: dict[str, str] | None = None) -> None:
         for key in keys:
             if not values[key] >= minimum:
                 refuse(key, f"must be at least {minimum}")
-    for key in ("optim.lr", "optim.eps", "run.tail", "schedule.decay", "data.validation"):
+    for key in ("optim.lr", "optim.eps", "run.tail", "schedule.decay", "data.validation", "parallel.timeout"):
         if not values[key] > 0:
             refuse(key, "must be above 0")
     for key, value in values.items():
@@ -81,6 +82,10 @@ def validate(config: Config, origins: dict[str, str] | None = None) -> None:
         refuse("run.seed", "must be at least 0 and below 2**32")
     if config.run.out is not None and (file := _file_on(Path(config.run.out).expanduser())):
         refuse("run.out", f"{file} is a file; name a folder")
+    if config.run.compile and config.run.activation_checkpointing == "selective":
+        refuse("run.activation_checkpointing", "compiled blocks hide what it would have to see; use none or full")
+    if config.run.batch % config.run.microbatch:
+        refuse("run.batch", f"must be a multiple of run.microbatch = {config.run.microbatch}")
     if config.run.eval_tokens < config.run.seq_len:
         refuse("run.eval_tokens", f"must hold at least one sequence (run.seq_len = {config.run.seq_len})")
     if config.run.seq_len > config.model.max_seq_len:

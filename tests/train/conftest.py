@@ -46,8 +46,8 @@ def mini(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     run:
       steps: 8
       seq_len: 32
+      batch: 4
       microbatch: 2
-      accumulate: 2
       eval_every: 0
       eval_tokens: 256
       save_every: 4
