@@ -21,6 +21,7 @@ from .distribution import real_tokens
 from .routing import Routing
 
 SCALES = ("mean", "absolute")
+SCOPES = ("rank", "ep")
 
 
 class LoadErrorInjection(Balancer):
@@ -32,6 +33,7 @@ class LoadErrorInjection(Balancer):
         it is (times the gradient that reaches the loss), and so depends on the size of a microbatch.
     group: sum the counts over this process group (the expert-parallel group, whose slowest member sets the step time).
         None = this rank's microbatch alone, without communication.
+    scope: how a configuration asks for it: with "ep", `evenload train` sets the group to the expert-parallel one.
     """
 
     name: ClassVar[str] = "lei"
@@ -42,6 +44,7 @@ class LoadErrorInjection(Balancer):
         tau: float = 1.0,
         scale: Literal["mean", "absolute"] = "mean",
         group: dist.ProcessGroup | None = None,
+        scope: Literal["rank", "ep"] = "rank",
     ) -> None:
         super().__init__()
         require_nonnegative("LoadErrorInjection", coeff=coeff)
@@ -49,7 +52,13 @@ class LoadErrorInjection(Balancer):
             raise ValueError(f"LoadErrorInjection: tau={tau}; it must be > 0 (1 in the paper)")
         if scale not in SCALES:
             raise ValueError(f"LoadErrorInjection: scale={scale!r}; choose one of {', '.join(map(repr, SCALES))}")
-        self.coeff, self.tau, self.scale = coeff, tau, scale
+        if scope not in SCOPES:
+            raise ValueError(f"LoadErrorInjection: scope={scope!r}; choose one of {', '.join(map(repr, SCOPES))}")
+        self.coeff, self.tau, self.scale, self.scope = coeff, tau, scale, scope
+        self.use_group(group)
+
+    def use_group(self, group: dist.ProcessGroup | None) -> None:
+        """Sum the counts over `group` from now on; None = no communication."""
         self.group = None if group is None else GroupRef(group)
 
     def inject(self, routing: Routing, documents: Tensor) -> Injection:

@@ -1,8 +1,9 @@
 """GPT-MoE: a decoder whose mixture-of-experts layers take any router, and the parts it is made of."""
 
+from .all_to_all import AllToAllDispatcher
 from .attention import Attention, SequenceContext, sequence_context
 from .config import GPTConfig, ParameterCount
-from .dispatch import DispatchPlan, LocalDispatcher
+from .dispatch import Dispatcher, DispatchPlan, LocalDispatcher
 from .experts import Experts
 from .gpt import GPT, Block, GPTOutput
 from .layers import DenseFFN, Linear, RMSNorm, swiglu
@@ -13,10 +14,12 @@ from .recompute import ACTIVATION_CHECKPOINTING
 __all__ = [
     "ACTIVATION_CHECKPOINTING",
     "GPT",
+    "AllToAllDispatcher",
     "Attention",
     "Block",
     "DenseFFN",
     "DispatchPlan",
+    "Dispatcher",
     "Experts",
     "GPTConfig",
     "GPTOutput",

@@ -1,17 +1,42 @@
 """Where tokens go: a dispatcher brings tokens to experts in expert-major rows and their outputs back.
 
-`LocalDispatcher` serves experts that all live here. A dispatcher that moves rows between ranks is another class with the
-same two methods; nothing else in an MoE layer knows the difference.
+`LocalDispatcher` serves experts that all live here, `AllToAllDispatcher` (all_to_all.py) experts that are split among ranks.
+Another way to move rows is another class with the three methods of `Dispatcher`; nothing else in an MoE layer knows.
 
 Shape suffixes: T tokens, K experts per token, E experts, R rows (one per token and expert that meet), D model.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+
+class Dispatcher(Protocol):
+    """What an MoE layer asks of a dispatcher, in this order.
+
+    Attributes:
+        capacity_factor: None = dropless; see `LocalDispatcher`.
+    """
+
+    capacity_factor: float | None
+
+    def dispatch(
+        self, x: Tensor, indices: Tensor, mask: Tensor | None = None, *, limited: bool = True
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Send every real token of x (T, D) to its experts `indices` (T, K).
+
+        Returns the rows, which may still be on their way; (e,) int64, how many each expert that lives here gets; and a plan
+        for the other two methods, with `plan.dropped`, a 0-dim int64.
+        """
+
+    def receive(self, rows: Tensor, plan: Any) -> Tensor:
+        """Wait for the rows, and bring them into expert-major order."""
+
+    def combine(self, rows: Tensor, weights: Tensor, plan: Any) -> Tensor:
+        """Return the experts' outputs to their tokens, summed with weights (T, K) in the order of the K experts: (T, D)."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +115,10 @@ class LocalDispatcher:
             counts_E = kept_E
         rows_RD = _TakeTokens.apply(x, slots_R, top_k)
         return rows_RD, counts_E, DispatchPlan(slots_R, num_tokens, top_k, dropped)
+
+    def receive(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
+        """The rows themselves: they never left."""
+        return rows
 
     def combine(self, rows: Tensor, weights: Tensor, plan: DispatchPlan) -> Tensor:
         """Sum every token's expert outputs with its weights: rows (R, D), weights (T, K) -> (T, D) in rows' dtype.

@@ -3,6 +3,7 @@
 Shape suffixes: R rows in expert-major order, E experts, D model, F expert hidden, N output width, M input width.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from .config import EXPERT_COMPUTE
 from .layers import swiglu
+from .recompute import cheaply_recomputed
 
 GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -21,12 +23,18 @@ class Experts(nn.Module):
     Parameters: `w_gate_up` (E, 2F, D), the gate's F rows before the up projection's, and `w_down` (E, D, F).
     An expert without rows gets a gradient of exactly 0.
 
+    Attributes:
+        read: what turns a parameter into the weights to compute with, or None. Sharding sets it: a parameter may be a
+            DTensor of which this rank's experts are a part.
+
     Args:
         num_experts, d_model, hidden: E, D, F.
         compute: "loop" = one matrix product per expert; "grouped" = F.grouped_mm, ValueError where that is not legal;
             "auto" = grouped where legal, else loop. Both give the same numbers up to rounding.
         init_std, out_std: standard deviations of w_gate_up and w_down (None = init_std).
     """
+
+    activation_checkpointing = "none"  # set by GPT.set_activation_checkpointing
 
     def __init__(
         self,
@@ -47,6 +55,7 @@ class Experts(nn.Module):
         self.out_std = init_std if out_std is None else out_std
         self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * hidden, d_model))
         self.w_down = nn.Parameter(torch.empty(num_experts, d_model, hidden))
+        self.read: Callable[[Tensor], Tensor] | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -61,7 +70,8 @@ class Experts(nn.Module):
         """rows (R, D) in expert-major order, counts (E,) int64 summing to R -> (R, D) in rows' dtype (or autocast's)."""
         device = rows.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
-        rows, w_gate_up, w_down = rows.to(dtype), self.w_gate_up.to(dtype), self.w_down.to(dtype)
+        w_gate_up, w_down = (w if self.read is None else self.read(w) for w in (self.w_gate_up, self.w_down))
+        rows, w_gate_up, w_down = rows.to(dtype), w_gate_up.to(dtype), w_down.to(dtype)
         obstacle = None if self.compute == "loop" else grouped_obstacle(rows, w_gate_up, w_down)
         if self.compute == "grouped" and obstacle is not None:
             raise ValueError(f'compute="grouped" is not possible here: {obstacle}; use "auto" or "loop"')
@@ -69,6 +79,8 @@ class Experts(nn.Module):
         # The compiler knows grouped_mm for bfloat16 alone, and would specialise the loop on every new set of counts.
         if torch.compiler.is_compiling() and not (grouped and dtype == torch.bfloat16):
             return _uncompiled_experts(rows, counts, w_gate_up, w_down, grouped)
+        if self.activation_checkpointing == "selective":
+            return cheaply_recomputed(_run_experts, rows, counts, w_gate_up, w_down, grouped)
         return _run_experts(rows, counts, w_gate_up, w_down, grouped)
 
 

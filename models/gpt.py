@@ -18,7 +18,7 @@ from .experts import Experts
 from .layers import DenseFFN, Linear, RMSNorm
 from .loss import IGNORE, chunked_cross_entropy
 from .moe import MoELayer
-from .recompute import ACTIVATION_CHECKPOINTING, SELECTIVE_AND_COMPILED, recomputed
+from .recompute import ACTIVATION_CHECKPOINTING, SELECTIVE_AND_COMPILED, cheaply_recomputed, recomputed
 
 
 @dataclass
@@ -70,9 +70,7 @@ class Block(nn.Module):
             part.reset_parameters()
 
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
-        if self.activation_checkpointing == "none" or not torch.is_grad_enabled():
-            return self._run(x, context)
-        return recomputed(self._run, x, context, selective=self.activation_checkpointing == "selective")
+        return recomputed(self._run, x, context) if self.activation_checkpointing == "full" else self._run(x, context)
 
     def compile_(self, **options: Any) -> None:
         """Compile what a forward runs. Checkpointing and sharding stay outside of the compiled code."""
@@ -81,11 +79,15 @@ class Block(nn.Module):
             self.compiled = True
 
     def _run(self, x: Tensor, context: SequenceContext) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), context)
+        selective = self.activation_checkpointing == "selective"
+        x = x + (cheaply_recomputed(self._attend, x, context) if selective else self._attend(x, context))
         hidden = self.ffn_norm(x)
         if isinstance(self.ffn, MoELayer):
             return x + self.ffn(hidden, mask=context.mask, document_ids=context.document_ids)
         return x + self.ffn(hidden)
+
+    def _attend(self, x: Tensor, context: SequenceContext) -> Tensor:
+        return self.attention(self.attention_norm(x), context)
 
 
 def _moe_layer(config: GPTConfig, stds: dict[str, float]) -> MoELayer:
@@ -120,14 +122,14 @@ class GPT(nn.Module):
         self.config = config
         # Every part initialises itself when it is made, and reset_parameters goes through them in this same order.
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
-        self._reset_embedding()
+        self.reset_embedding()
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.final_norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size, config.init_std)
 
     def reset_parameters(self) -> None:
         """Initialise every parameter and buffer from torch's global generator."""
-        self._reset_embedding()
+        self.reset_embedding()
         for block in self.blocks:
             cast(Block, block).reset_parameters()
         self.final_norm.reset_parameters()
@@ -138,16 +140,17 @@ class GPT(nn.Module):
         """What a training forward keeps for the backward, in every block.
 
         Args:
-            mode: "none" = everything; "full" = each block's input, the rest is computed again; "selective" = also the
-                results of matrix products, attention, routing and communication, so that only cheap work is done twice.
+            mode: "none" = everything; "full" = each block's input, the rest is computed again, routing and communication
+                too; "selective" = everything but what is cheap to compute again: norms, rotations, activation functions.
                 Compiled blocks do that by themselves under "none", and hide what "selective" would have to see.
         """
         if mode not in ACTIVATION_CHECKPOINTING:
             raise ValueError(f"mode={mode!r}; choose one of {', '.join(map(repr, ACTIVATION_CHECKPOINTING))}")
         if mode == "selective" and any(cast(Block, block).compiled for block in self.blocks):
             raise ValueError(SELECTIVE_AND_COMPILED)
-        for block in self.blocks:
-            cast(Block, block).activation_checkpointing = mode
+        for module in self.modules():
+            if isinstance(module, Block | Experts | DenseFFN):
+                module.activation_checkpointing = mode
 
     def compile_blocks(self, **options: Any) -> None:
         """torch.compile every block by itself, with torch.compile's `options`: equal blocks share their compiled code."""
@@ -156,7 +159,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             cast(Block, block).compile_(**options)
 
-    def _reset_embedding(self) -> None:
+    def reset_embedding(self) -> None:
         nn.init.normal_(self.embedding, std=self.config.init_std)
 
     def forward(

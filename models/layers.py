@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .recompute import cheaply_recomputed
+
 
 class Linear(nn.Linear):
     """A linear map without bias whose weight is normal(0, std); (..., in) -> (..., out)."""
@@ -79,6 +81,8 @@ class DenseFFN(nn.Module):
         init_std, out_std: standard deviations of the first map and of the one back to D (None = init_std).
     """
 
+    activation_checkpointing = "none"  # set by GPT.set_activation_checkpointing
+
     def __init__(self, d_model: int, hidden: int, *, init_std: float = 0.02, out_std: float | None = None) -> None:
         super().__init__()
         self.gate_up = Linear(d_model, 2 * hidden, init_std)
@@ -89,4 +93,7 @@ class DenseFFN(nn.Module):
         self.down.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
+        return cheaply_recomputed(self._run, x) if self.activation_checkpointing == "selective" else self._run(x)
+
+    def _run(self, x: Tensor) -> Tensor:
         return self.down(swiglu(self.gate_up(x)))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..balancers.balancer import StatefulModule
 from ..balancers.recompute import autograd_is_idle
-from .dispatch import LocalDispatcher
+from .dispatch import Dispatcher, LocalDispatcher
 from .experts import Experts
 
 
@@ -36,7 +36,7 @@ class MoELayer(StatefulModule):
         self.router = router
         self.experts = experts
         self.shared = shared
-        self.dispatcher = LocalDispatcher(experts.num_experts, capacity_factor)
+        self.dispatcher: Dispatcher = LocalDispatcher(experts.num_experts, capacity_factor)
         self.add_statistic("dropped")
 
     def reset_parameters(self) -> None:
@@ -63,9 +63,10 @@ class MoELayer(StatefulModule):
 
         # In eval nothing is dropped: a token's output must not depend on who shares its batch.
         rows_RD, counts_E, plan = self.dispatcher.dispatch(x_TD, indices_TK, mask_T, limited=self.training)
+        shared_TD = None if self.shared is None else self.shared(x_TD).to(x.dtype)  # while rows travel
+        rows_RD = self.dispatcher.receive(rows_RD, plan)
         out_TD = self.dispatcher.combine(self.experts(rows_RD, counts_E), weights_TK, plan).to(x.dtype)
-        if self.shared is not None:
-            shared_TD = self.shared(x_TD).to(x.dtype)
+        if shared_TD is not None:
             out_TD = out_TD + (shared_TD if mask_T is None else shared_TD.masked_fill(~mask_T[:, None], 0.0))
         if self.dispatcher.capacity_factor is not None and self.training:
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Activation checkpointing of a block: what is kept, and what is computed again in the backward."""
+"""Activation checkpointing: what is kept for the backward, and what is computed again in it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,20 +15,29 @@ SELECTIVE_AND_COMPILED = (
 )
 
 
-def recomputed(function: Callable[..., Tensor], *args: Any, selective: bool) -> Tensor:
-    """function(*args), whose activations are dropped after the forward and computed again in the backward.
+def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """function(*args), of which the backward finds the arguments alone, and computes the rest again."""
+    return _checkpoint(function, *args)
 
-    Selectively: dropped but for the results of `kept_operators`. Nothing in a block is random.
+
+def cheaply_recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """function(*args), of which the backward finds the arguments and the results of `kept_operators`.
+
+    For functions that read no sharded module inside: gathering its parameters would be taken for a part of the computation.
     """
-    extra: dict[str, Any] = {}
-    if selective:
-        extra["context_fn"] = partial(create_selective_checkpoint_contexts, kept_operators())
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **extra)
+    return _checkpoint(function, *args, context_fn=partial(create_selective_checkpoint_contexts, kept_operators()))
+
+
+def _checkpoint(function: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    if not torch.is_grad_enabled():
+        return function(*args)
+    # Nothing in a block is random.
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
 
 def kept_operators() -> list[Any]:
-    """What is dear to compute twice: matrix products, attention, the order of the experts, and communication."""
-    aten, collectives = torch.ops.aten, torch.ops._c10d_functional
+    """What is dear to compute twice: matrix products and attention."""
+    aten = torch.ops.aten
     return [
         aten.mm.default,
         aten.bmm.default,
@@ -37,6 +46,4 @@ def kept_operators() -> list[Any]:
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
-        aten.sort.stable,
-        collectives.all_to_all_single.default,
     ]

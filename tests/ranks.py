@@ -1,15 +1,15 @@
-"""Runs a function on several gloo ranks: one pool of four processes serves the whole test session.
+"""Runs a function on several gloo ranks; the processes serve the whole test session.
 
-`Ranks.run(world, function, *args)` calls `function(rank, group, *args)` on the first `world` processes and returns their
-results in rank order. The function must be at the top level of its file; arguments and results must pickle.
+`Ranks.run(world, function, *args)` calls `function(rank, group, *args)` on `world` processes, which are all the ranks there
+are (`group` is torch's default group), and returns their results in rank order. The function must be at the top level of its
+file; arguments and results must pickle.
 """
 
 import datetime
 import importlib.util
 import inspect
-import os
-import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -18,28 +18,49 @@ import torch
 from torch import distributed as dist
 from torch import multiprocessing as mp
 
-POOL = 4
 TIMEOUT = datetime.timedelta(seconds=60)
 
 
 class Ranks:
+    """One set of processes for each number of ranks, started when it is first asked for."""
+
     def __init__(self) -> None:
-        self._context = mp.get_context("spawn")
-        self._pipes: list[Any] = []
-        self._processes: list[Any] = []
+        self._worlds: dict[int, World] = {}
 
     def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        if not self._processes:
-            self._start()
-        call = (world, inspect.getfile(function), function.__name__, args)
-        for pipe in self._pipes:
-            pipe.send(call)
-        answers = [pipe.recv() for pipe in self._pipes]
+        if world not in self._worlds:
+            self._worlds[world] = World(world)
+        answers = self._worlds[world].ask((inspect.getfile(function), function.__name__, args))
         failures = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(answers) if not ok]
         if failures:
-            self.stop()  # a rank that failed has left the others inside a collective: start afresh next time
+            self._worlds.pop(world).stop()  # a rank that failed has left the others inside a collective
             raise AssertionError("\n".join(failures))
-        return [value for _, value in answers[:world]]
+        return [value for _, value in answers]
+
+    def stop(self) -> None:
+        while self._worlds:
+            self._worlds.popitem()[1].stop()
+
+
+class World:
+    """Processes that wait for calls."""
+
+    def __init__(self, size: int) -> None:
+        context = mp.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes: list[Any] = []
+        self._processes: list[Any] = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, f"{self._folder.name}/meeting", theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def ask(self, call: tuple[Any, ...]) -> list[tuple[bool, Any]]:
+        for pipe in self._pipes:
+            pipe.send(call)
+        return [pipe.recv() for pipe in self._pipes]
 
     def stop(self) -> None:
         for pipe in self._pipes:
@@ -47,33 +68,19 @@ class Ranks:
         for process in self._processes:
             process.terminate()
             process.join()
-        self._pipes, self._processes = [], []
-
-    def _start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        for rank in range(POOL):
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(rank, port, theirs), daemon=True)
-            process.start()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        self._folder.cleanup()
 
 
-def _serve(rank: int, port: int, pipe: Any) -> None:
+def _serve(rank: int, world: int, meeting: str, pipe: Any) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=POOL, timeout=TIMEOUT)
-    groups = {world: dist.new_group(range(world), timeout=TIMEOUT) for world in range(1, POOL + 1)}
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=TIMEOUT)
     while True:
         try:
-            world, path, name, args = pipe.recv()
+            path, name, args = pipe.recv()
         except EOFError:
             return
         try:
-            value = getattr(_load(path), name)(rank, groups[world], *args) if rank < world else None
-            pipe.send((True, value))
+            pipe.send((True, getattr(_load(path), name)(rank, dist.group.WORLD, *args)))
         except Exception:
             pipe.send((False, traceback.format_exc()))
 

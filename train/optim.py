@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..balancers import routers
 from .config import OptimConfig, ScheduleConfig
@@ -70,8 +71,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Euclidean norm of all gradients together, 0-dim; 0 where there are none."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    """Euclidean norm of all gradients together, 0-dim; 0 where there are none. Of sharded ones, this rank's part alone."""
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
 
 
@@ -82,5 +83,12 @@ def router_gradient_norm(model: nn.Module) -> Tensor:
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
     """Scale all gradients so that their `norm` is at most `limit`; a limit of 0 leaves them alone."""
-    if limit > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if limit > 0 and gradients:
+        # As torch's clip_grads_with_norm_, which cannot mix parameters of several meshes.
+        torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -12,6 +12,7 @@ from torch import nn
 from ..balancers import BalanceReport, balance_step, discard_step, routers
 from .mixture import Batch
 from .optim import clip_gradients, gradient_norm, router_gradient_norm
+from .world import World
 
 
 @dataclass
@@ -37,16 +38,28 @@ def train_step(
     *,
     clip: float = 0.0,
     autocast: torch.dtype | None = None,
+    world: World = World(),  # noqa: B008  (frozen)
+    replicas: int = 1,
 ) -> StepResult:
-    """Run one optimizer step over `batches`, its microbatches.
+    """Run one optimizer step over `batches`, its microbatches on this rank; every rank has as many.
 
     Each microbatch's mean loss counts by its share of the step's targets, so the step is the mean over all of them
-    however they are cut. A non-finite loss or gradient makes the step bad: parameters, optimizer and
-    balancers stay as they were, and what the routers gathered in it is thrown away.
+    however they are cut, into microbatches or over ranks. A non-finite loss or gradient makes the step bad: parameters,
+    optimizer and balancers stay as they were, and what the routers gathered in it is thrown away.
+
+    Args:
+        replicas: how many ranks hold a copy of the same part of every gradient (dp_replicate).
     """
-    loss, nll = accumulate(model, batches, autocast=autocast)
+    device = next(model.parameters()).device
+    targets = int(world.sum(torch.tensor(sum(batch.num_targets for batch in batches))))
+    loss, nll = accumulate(model, batches, targets, autocast=autocast, ranks=world.size)
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norm, router_norm = gradient_norm(parameters), router_gradient_norm(model)
+    norms = torch.stack([gradient_norm(parameters).to(device), router_gradient_norm(model).to(device)])
+    if world.size > 1:
+        # Every rank has its share of the sums, and of the squares of the gradients' norms; a replica has them once more.
+        sums = world.sum(torch.cat([torch.stack([loss, nll]), norms.double().square() / replicas]).double())
+        (loss, nll), norms = sums[:2], sums[2:].sqrt().to(norms.dtype)
+    norm, router_norm = norms
     report = None
     if bool(loss.isfinite() & norm.isfinite()):
         report = balance_step(model)
@@ -55,7 +68,6 @@ def train_step(
     else:
         discard_step(model)
     optimizer.zero_grad(set_to_none=True)
-    targets = sum(batch.num_targets for batch in batches)
     return StepResult(loss.item(), nll.item(), norm.item(), router_norm.item(), targets, report)
 
 
@@ -67,21 +79,24 @@ def tolerate_nan(model: nn.Module) -> None:
 
 
 def accumulate(
-    model: nn.Module, batches: Sequence[Batch], *, autocast: torch.dtype | None = None
+    model: nn.Module, batches: Sequence[Batch], targets: int, *, autocast: torch.dtype | None = None, ranks: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add the gradients of the mean loss over all targets of `batches`; return that loss, and it without z-loss, 0-dim."""
+    """Add the gradients of the mean loss over all `targets` of a step, of which `batches` are this rank's share.
+
+    Returns this rank's share of that loss, and of it without z-loss, 0-dim. Gradients are `ranks` times this rank's share:
+    whoever shards the model averages them over the ranks.
+    """
     device = next(model.parameters()).device
-    counts = [batch.num_targets for batch in batches]
     total, total_nll = torch.zeros((2,), device=device).unbind()
     model.train()
-    for batch, count in zip(batches, counts, strict=True):
+    for batch in batches:
         here = batch.to(device)
         context = torch.autocast(device.type, dtype=autocast) if autocast else contextlib.nullcontext()
         with context:
             output = model(here.tokens, here.targets, document_ids=here.document_ids)
-        weight = count / max(1, sum(counts))
+        weight = batch.num_targets / max(1, targets)
         share = output.loss * weight
-        share.backward()
+        (share if ranks == 1 else share * ranks).backward()
         total += share.detach()
         total_nll += output.nll_sum / output.num_targets.clamp(min=1) * weight
     return total, total_nll

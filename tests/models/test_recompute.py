@@ -44,14 +44,13 @@ def test_recomputation_changes_no_bit(mode: str) -> None:
         assert torch.equal(value, carried(again)[name]), name
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_recomputation_sees_the_same_decisions(mode: str) -> None:
-    model = build(mode)
+def test_recomputation_sees_the_same_decisions() -> None:
+    model = build("full")
     decisions: list[torch.Tensor] = []
     router = next(iter(routers(model).values()))
     router.register_forward_hook(lambda _, __, routing: decisions.append(routing.indices))
     one_step(model)
-    first, second = decisions
+    first, second = decisions  # of the forward, and of the backward
     assert torch.equal(first, second)
 
 

@@ -48,8 +48,8 @@ def cut(batch: Batch, pieces: list[int]) -> list[Batch]:
 @pytest.mark.parametrize("balancers", ["none", "eqb", "loss_free"])
 def test_accumulation_equals_one_batch(balancers: str, pieces: list[int]) -> None:
     whole, parts = model_with(balancers), model_with(balancers)
-    loss, _ = accumulate(whole, [rows()])
-    loss_of_parts, _ = accumulate(parts, cut(rows(), pieces))
+    loss, _ = accumulate(whole, [rows()], rows().num_targets)
+    loss_of_parts, _ = accumulate(parts, cut(rows(), pieces), rows().num_targets)
     torch.testing.assert_close(loss_of_parts, loss)
     for (name, one), other in zip(whole.named_parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, msg=lambda text, name=name: f"{name}: {text}", rtol=1e-4, atol=1e-7)
