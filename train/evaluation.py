@@ -16,6 +16,7 @@ from ..balancers import Routing, routers
 from ..models.loss import IGNORE
 from .store import TokenStore
 from .tokenizer import TextTokenizer
+from .world import World
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,14 @@ def evaluate(
     batch_size: int,
     autocast: torch.dtype | None = None,
     stop: Callable[[], bool] = lambda: False,
+    world: World = World(),  # noqa: B008  (frozen)
 ) -> dict[str, Score]:
-    """{domain: Score} over at most `max_tokens` tokens of each store, spread evenly over it.
+    """{domain: Score} over at most `max_tokens` tokens of each store, spread evenly over it. Ranks share the sequences, and all
+    have the scores.
 
     Runs in eval mode, in which routers observe nothing; the model's mode is put back. Text shorter than a sequence is
     cut off at the end of a store: a store must hold at least one sequence, else its domain is left out. `stop` is asked
-    before every batch; once it says yes, only the domains that are done are returned.
+    before every batch, on all ranks, which must say the same; once it says yes, only the domains that are done are returned.
     """
     device = next(model.parameters()).device
     was_training = model.training
@@ -57,7 +60,7 @@ def evaluate(
             wanted = min(available, max(1, max_tokens // seq_len))
             if wanted:
                 indices = np.arange(wanted) * available // wanted
-                score = _score(model, store, tokenizer, indices, seq_len, batch_size, device, autocast, stop)
+                score = _score(model, store, tokenizer, indices, seq_len, batch_size, device, autocast, stop, world)
                 if score is None:
                     break
                 scores[store.name] = score
@@ -76,22 +79,32 @@ def _score(
     device: torch.device,
     autocast: torch.dtype | None,
     stop: Callable[[], bool],
+    world: World,
 ) -> Score | None:
     nats, count, text_bytes = 0.0, 0, 0
+    own = indices[world.rank :: world.size]
+    # Every rank runs as many forwards as the one with most sequences: a sharded model takes all ranks for each.
     with _watched_load(model) as load:
-        for first in range(0, len(indices), batch_size):
+        for first in range(0, -(-len(indices) // world.size), batch_size):
             if stop():
                 return None
-            tokens, targets, ids = store.read(indices[first : first + batch_size], seq_len)
+            here = own[first : first + batch_size]
+            mask = None
+            if len(here) == 0:
+                here, mask = indices[:1], torch.zeros(1, seq_len, dtype=torch.bool, device=device)
+            tokens, targets, ids = store.read(here, seq_len)
+            if mask is not None:
+                targets.fill_(IGNORE)
             context = torch.autocast(device.type, dtype=autocast) if autocast else contextlib.nullcontext()
             with context:
-                output = model(tokens.to(device), targets.to(device), document_ids=ids.to(device))
+                output = model(tokens.to(device), targets.to(device), document_ids=ids.to(device), mask=mask)
             nats += float(output.nll_sum)
             real = targets[targets != IGNORE].numpy()
             count += len(real)
             text_bytes += int(tokenizer.bytes_per_token[real].sum())
-    layers = torch.stack(load).cpu().numpy()
-    return Score(nats / math.log(2) / max(1, text_bytes), nats / max(1, count), count, text_bytes, layers)
+    layers = world.sum(torch.stack(load)).cpu().numpy()
+    nats, count, text_bytes = world.sum(torch.tensor([nats, count, text_bytes], dtype=torch.float64)).tolist()
+    return Score(nats / math.log(2) / max(1, text_bytes), nats / max(1, count), int(count), int(text_bytes), layers)
 
 
 @contextlib.contextmanager

@@ -13,16 +13,22 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """A tqdm bar on a terminal; elsewhere one line every ten seconds, and one for the last step."""
+    """A tqdm bar on a terminal; elsewhere one line every ten seconds, and one for the last step.
 
-    def __init__(self, steps: int, done: int) -> None:
+    Args:
+        steps, done: of the run, in all and before this beginning.
+        quiet: say nothing: one of several ranks speaks for all.
+    """
+
+    def __init__(self, steps: int, done: int, *, quiet: bool = False) -> None:
+        self.quiet = quiet
         self.steps = steps
         self.first = done
         self.began = time.monotonic()
         self._spoke = self.began
         self._maxvio = float("nan")
         self._bar: Any = None
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and not quiet:
             self._bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, smoothing=0.1)
 
     def update(self, step: int, loss: float, maxvio: float, tokens_per_second: float) -> None:
@@ -46,6 +52,8 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print a line without breaking the bar."""
+        if self.quiet:
+            return
         if self._bar is not None:
             self._bar.write(text, file=sys.stderr)
         else:

@@ -16,11 +16,19 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 KEEP_BYTES = 1 << 30
 
 
-def choose_device(wanted: str) -> torch.device:
+def choose_device(wanted: str, local_rank: int | None = None) -> torch.device:
     """`auto` is the GPU where there is one; a numbered GPU becomes torch's current one. Raises ConfigError for a device that
-    is not there."""
+    is not there.
+
+    Args:
+        local_rank: picks the GPU where several ranks share a machine.
+    """
     if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if local_rank is not None and wanted.startswith("cuda:"):
+        raise ConfigError(f"run.device = {wanted!r}: every rank has a GPU of its own; use auto, cuda or cpu")
+    if local_rank is not None and wanted == "cuda":
+        wanted = f"cuda:{local_rank}"
     try:
         device = torch.device(wanted)
     except RuntimeError as error:
