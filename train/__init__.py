@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+    from .checkpoint import Checkpoint, Checkpointer, CheckpointError
     from .config import Config, load_config
     from .data import Data, load_data
     from .errors import ConfigError
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Batch": "mixture",
+    "Checkpoint": "checkpoint",
     "CheckpointError": "checkpoint",
+    "Checkpointer": "checkpoint",
     "Config": "config",
     "ConfigError": "errors",
     "Data": "data",
@@ -33,17 +35,17 @@ _HOME = {
     "TrainingStopped": "loop",
     "evaluate": "evaluation",
     "learning_rate": "optim",
-    "load_checkpoint": "checkpoint",
     "load_config": "config",
     "load_data": "data",
     "make_optimizer": "optim",
-    "save_checkpoint": "checkpoint",
     "train_step": "step",
 }
 
 __all__ = [
     "Batch",
+    "Checkpoint",
     "CheckpointError",
+    "Checkpointer",
     "Config",
     "ConfigError",
     "Data",
@@ -54,11 +56,9 @@ __all__ = [
     "TrainingStopped",
     "evaluate",
     "learning_rate",
-    "load_checkpoint",
     "load_config",
     "load_data",
     "make_optimizer",
-    "save_checkpoint",
     "train_step",
 ]
 

@@ -7,17 +7,21 @@ import os
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from .._version import __version__
 
+GRACE = 3.0  # seconds
+
 TRAIN_HELP = """\
 examples:
   evenload train tiny                                    the packaged configuration, on the interpreter's own text
   evenload train tiny run.steps=50 model.balancers=qb    with two values changed
   evenload train my.yaml --print-config                  what would run, as YAML
+  evenload train my.yaml parallel.ep=4 --nproc 8         eight ranks on this machine, experts split over four of them
   evenload train tiny 'data.sources=[{name: novels, kind: text, path: "novels/*.txt", sample_by: paragraph}]'
 
 A run that was stopped continues when the same command is given again.
@@ -37,6 +41,12 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, or the name of a packaged configuration")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="values that replace the file's")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument(
+        "--nproc", type=int, metavar="N", help="run as N ranks on this machine (under torchrun or srun: leave out)"
+    )
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="R", help="with --nproc: start again R times after a rank has failed"
+    )
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -52,29 +62,42 @@ def _train(arguments: argparse.Namespace) -> int:
         if arguments.print_config:
             print(config.to_yaml(), end="")
             return 0
-        from .loop import Trainer, TrainingStopped
+        from .launch import launch, launched
+        from .world import RankLost
 
-        outcome = Trainer(config, resume_command(arguments.config, arguments.overrides, config.run.resume)).run()
+        if arguments.nproc is not None and not launched():
+            if arguments.nproc < 1:
+                raise ConfigError(f"--nproc {arguments.nproc}: there is at least one rank")
+            again = ["train", arguments.config, *arguments.overrides, f"--nproc={arguments.nproc}"]
+            code, why = launch(again, arguments.nproc, arguments.max_restarts, config.parallel.timeout)
+            return _fail(why, code) if why else code
+        from .loop import TrainingStopped, train
+
+        outcome = train(config, resume_command(arguments, config.run.resume))
     except (ConfigError, CheckpointError) as error:
         return _fail(str(error), 2)
-    except TrainingStopped as error:
+    except (TrainingStopped, RankLost) as error:
         return _fail(str(error), 1)
+    if outcome.interrupted:
+        return 128 + outcome.interrupted
     if outcome.summary is None:
-        return 128 + outcome.interrupted if outcome.interrupted else 1
+        return 0
     print(f"\n{outcome.summary.table()}\n\ntable    {outcome.summary.table_path}\npicture  {outcome.summary.picture_path}")
     return 0
 
 
-def resume_command(config: str, overrides: Sequence[str], resume: str) -> str:
+def resume_command(arguments: argparse.Namespace, resume: str) -> str:
     """The command that continues a run: as it was typed, with run.resume at auto."""
-    kept = [override for override in overrides if not override.startswith("run.resume=")]
-    if resume != "auto" or len(kept) < len(overrides):
+    kept = [override for override in arguments.overrides if not override.startswith("run.resume=")]
+    if resume != "auto" or len(kept) < len(arguments.overrides):
         kept.append("run.resume=auto")
+    if arguments.nproc is not None:
+        kept.append(f"--nproc={arguments.nproc}")
     typed = sys.argv[0]
     program = [typed] if Path(typed).stem == "evenload" and typed != shutil.which("evenload") else ["evenload"]
     if typed.endswith(".py"):
         program = [sys.executable, "-m", "evenload.train.cli"]
-    return shlex.join([*program, "train", config, *kept])
+    return shlex.join([*program, "train", arguments.config, *kept])
 
 
 COMMANDS = {"train": Command("pretrain a GPT-MoE", TRAIN_HELP, _train_arguments, _train)}
@@ -107,7 +130,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"evenload: error: {message}", file=sys.stderr)
+    if int(os.environ.get("RANK", 0)):
+        # What all ranks fail at, the first one says, and the launcher ends the others meanwhile.
+        time.sleep(GRACE)
+    print(f"evenload: error: {message}", file=sys.stderr, flush=True)
     return code
 
 

@@ -42,23 +42,28 @@ def folder_atomic(path: Path, *, replace: bool = False) -> Iterator[Path]:
     aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
         yield aside
-        for entry in aside.iterdir():
-            with entry.open("rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(aside)
         aside.chmod(0o755)
-        if replace:
-            _step_aside(path, OLD)
-        try:
-            os.rename(aside, path)
-        except OSError:
-            if not path.is_dir():
-                raise
-        sync_folder(path.parent)
-        if replace:
-            shutil.rmtree(_aside(path, OLD), ignore_errors=True)
+        publish_folder(aside, path, replace=replace)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def publish_folder(aside: Path, path: Path, *, replace: bool = False) -> None:
+    """Rename `aside` to `path` once everything in it is on the disk; see `folder_atomic`."""
+    for entry in aside.iterdir():
+        with entry.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(aside)
+    if replace:
+        _step_aside(path, OLD)
+    try:
+        os.rename(aside, path)
+    except OSError:
+        if not path.is_dir():
+            raise
+    sync_folder(path.parent)
+    if replace:
+        shutil.rmtree(_aside(path, OLD), ignore_errors=True)
 
 
 def remove_folder(path: Path) -> None:

@@ -14,13 +14,17 @@ from typing import Any
 class Interrupt:
     """Context in which the first SIGINT or SIGTERM is only remembered, and answered in a line; a second one acts as usual.
 
+    Args:
+        quiet: remember it without the line.
+
     Attributes:
         caught: the signal, or None so far.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.quiet = quiet
         self.caught: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -35,6 +39,8 @@ class Interrupt:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.caught = signal.Signals(number)
         self._put_back()
+        if self.quiet:
+            return
         again = "press" if number == signal.SIGINT else "send it"
         # Straight to the descriptor: the signal may have come in the middle of a print.
         with contextlib.suppress(OSError):

@@ -1,3 +1,4 @@
+import argparse
 import sys
 from pathlib import Path
 
@@ -143,7 +144,8 @@ def test_the_command_that_continues(
     typed: str, overrides: list[str], resume: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", [typed])
-    assert cli.resume_command("my.yaml", overrides, resume) == expected
+    arguments = argparse.Namespace(config="my.yaml", overrides=overrides, nproc=None)
+    assert cli.resume_command(arguments, resume) == expected
 
 
 def test_first_lines_of_errors() -> None:

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from evenload.train import ConfigError, Trainer, checkpoint, cli, load_config, loop
-from evenload.train.checkpoint import list_checkpoints, load_newest
+from evenload.train.checkpoint import Checkpointer, list_checkpoints
 from evenload.train.lock import only_run
 from evenload.train.monitor import read_metrics
+from evenload.train.shards import read_index, read_shards
 
 STEPS, EVERY = 60, 15
 SETTINGS = [f"run.steps={STEPS}", f"run.save_every={EVERY}", "run.eval_every=20", "run.image_every=25"]
@@ -32,35 +33,22 @@ def lines(out: Path) -> list[dict[str, object]]:
     return [{k: v for k, v in line.items() if k != "train/tokens_per_second"} for line in read_metrics(out)]
 
 
+def newest_step(out: Path) -> int:
+    return Checkpointer(out / "checkpoints").newest()[0].step
+
+
 def assert_same_state(one: Path, other: Path) -> None:
-    states = [load_newest(folder / "checkpoints")[0] for folder in (one, other)]
-    for state in states:
-        state["config"]["run"].pop("out")
-    buffers = [torch.load(_bytes(state), weights_only=True) for state in states]
-    _compare(buffers[0], buffers[1], "")
-
-
-def _bytes(state: dict[str, object]) -> object:
-    import io
-
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return file
-
-
-def _compare(one: object, other: object, where: str) -> None:
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other), where
-    elif isinstance(one, dict):
-        assert list(one) == list(other), where
-        for key in one:
-            _compare(one[key], other[key], f"{where}.{key}")
-    elif isinstance(one, list | tuple):
-        for index, (a, b) in enumerate(zip(one, other, strict=True)):
-            _compare(a, b, f"{where}.{index}")
-    else:
-        assert one == other, where
+    extras, tensors = [], []
+    for folder in (one, other):
+        found, _ = Checkpointer(folder / "checkpoints").newest()
+        found.extra["config"]["run"].pop("out")
+        extras.append(found.extra)
+        index = read_index(found.path)
+        tensors.append({name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in index.items()})
+        read_shards(found.path, tensors[-1], None)
+    assert extras[0] == extras[1]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert [name for name in tensors[0] if not torch.equal(tensors[0][name], tensors[1][name])] == []
 
 
 @pytest.mark.parametrize("mode", ["mixed", "domain"])
@@ -69,11 +57,11 @@ def test_kill_and_resume_equals_a_run_without_a_break(mini: str, tmp_path: Path,
     subprocess.run(command(mini, whole, f"data.mode={mode}"), check=True, capture_output=True)
     process = subprocess.Popen(command(mini, broken, f"data.mode={mode}"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while steps_done(broken) < EVERY + 5 and time.monotonic() < deadline:
-        time.sleep(0.002)
+    while not list_checkpoints(broken / "checkpoints") and time.monotonic() < deadline:
+        time.sleep(0.001)
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
-    assert load_newest(broken / "checkpoints")[0]["counters"]["step"] < STEPS
+    assert newest_step(broken) < STEPS
 
     again = subprocess.run(command(mini, broken, f"data.mode={mode}"), check=True, capture_output=True, text=True)
     assert "continuing after step" in again.stdout
@@ -106,7 +94,7 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(
     assert "stopped after step 3 of 8" in said[-2]
     assert said[-1] == "continue with:\n  evenload train mini.yaml run.steps=8"
     assert signal.getsignal(number) == before
-    assert load_newest(tmp_path / "run" / "checkpoints")[0]["counters"]["step"] == 3
+    assert newest_step(tmp_path / "run") == 3
 
     monkeypatch.setattr(loop, "train_step", real)
     assert Trainer(config(), say=said.append).run().summary is not None
@@ -120,7 +108,7 @@ def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(m
     said: list[str] = []
     Trainer(config, say=said.append).run()
     before = lines(tmp_path / "run")
-    os.truncate(tmp_path / "run/checkpoints/step-00000008/state.pt", 1000)
+    os.truncate(tmp_path / "run/checkpoints/step-00000008/__0_0.distcp", 1000)
     Trainer(config, say=said.append).run()
     assert any("refused checkpoint" in text and "step-00000008" in text for text in said)
     assert any("continuing after step 4" in text for text in said)
@@ -163,7 +151,7 @@ def test_changed_options_are_said_and_take_effect(mini: str, tmp_path: Path) -> 
         "run.steps 1 -> 2, run.microbatch 2 -> 1"
     ) in said
     trainer.run()
-    groups = load_newest(tmp_path / "checkpoints")[0]["optimizer"]["param_groups"]
+    groups = trainer.optimizer.param_groups
     assert [(group["betas"][1], group["eps"], group["weight_decay"]) for group in groups] == [(0.5, 1e-3, 7), (0.5, 1e-3, 0)]
 
 
