@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from .ranks import Ranks
 from .rng import restore_rng, rng_state
 from .shards import read_index, read_shards, shard_files, stage, write_shards
 
+CHECKPOINTS = "checkpoints"  # the folder of a run that they are in
 MANIFEST = "manifest.json"
 FORMAT = 2
 MODEL, OPTIMIZER, RNG = "model.", "optimizer.", "rng."  # how names begin: model.NAME, optimizer.NAME.MOMENT, rng.RANK.GENERATOR
@@ -141,11 +142,16 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with suppress(CheckpointError if kind else ()):  # what ended the work is the better message
+        if kind is None:
+            return self.close()
+        with suppress(CheckpointError):  # what ended the work is the better message
             self.close()
 
     def newest(self, folder: Path | None = None) -> tuple[Checkpoint, list[CheckpointError]] | None:
-        """The newest whole checkpoint of `folder` (None = its own) and what was refused on the way; None if there is none.
+        """The newest whole checkpoint and what was refused on the way; None if there is none at all.
+
+        Args:
+            folder: where to look, if not in its own.
 
         Raises CheckpointError when there are checkpoints and every one of them is damaged.
         """
@@ -174,6 +180,7 @@ class Checkpointer:
         ranks load as have saved, and are left alone otherwise. Raises CheckpointError, also when the names or shapes differ;
         the model is not to be used then.
         """
+        self.wait()
         with _named(checkpoint.path):
             loading = self.ranks.together(lambda: _Loading(checkpoint, model, optimizer, self.ranks))
             read_shards(checkpoint.path, loading.tensors, self.ranks)
@@ -227,6 +234,7 @@ class Checkpointer:
             remove_folder(other)
 
     def _lead(self, path: Path, work: Callable[[], Any]) -> Any:
+        self.wait()  # for the group, which one thing at a time can use
         with _named(path):
             return self.ranks.lead(work)
 
@@ -256,7 +264,7 @@ class _Loading:
 
     def finish(self) -> None:
         # The model's tensors are filled already. This tells its modules: what they gathered for the old state is void.
-        set_model_state_dict(self.model, self._part(MODEL))
+        set_model_state_dict(self.model, cast(dict[str, Any], self._part(MODEL)))
         if self.optimizer is not None:
             state: dict[int, dict[str, Tensor]] = {}
             places = {name: place for place, name in enumerate(_parameters(self.model, self.optimizer))}
@@ -272,7 +280,7 @@ class _Loading:
 
 
 def _model_state(model: nn.Module) -> dict[str, Tensor]:
-    return {MODEL + name: value for name, value in get_model_state_dict(model).items()}
+    return {MODEL + name: cast(Tensor, value) for name, value in get_model_state_dict(model).items()}
 
 
 def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -348,7 +356,8 @@ def _in_background(work: Callable[[], None]) -> Future[None]:
 
     def run() -> None:
         try:
-            outcome.set_result(work())
+            work()
+            outcome.set_result(None)
         except BaseException as error:
             outcome.set_exception(error)
 

@@ -27,6 +27,15 @@ examples:
 A run that was stopped continues when the same command is given again.
 """
 
+EXPORT_HELP = """\
+formats:
+  safetensors    model.safetensors, config.json, tokenizer.json
+
+examples:
+  evenload export runs/tiny safetensors                  the newest checkpoint, into runs/tiny/export
+  evenload export runs/tiny/checkpoints/step-00000100 safetensors out=model
+"""
+
 
 class Command(NamedTuple):
     """A subcommand: what it says about itself, its arguments, and the function that runs it."""
@@ -86,6 +95,27 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="RUN", help="a run's folder, or one of its checkpoints")
+    parser.add_argument("format", metavar="FORMAT", help="what to write")
+    parser.add_argument("out", metavar="out=PATH", nargs="?", default="", help="a new folder for it")
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from .checkpoint import CheckpointError
+    from .errors import ConfigError
+    from .export import export
+
+    key, _, path = arguments.out.partition("=")
+    if arguments.out and not (key == "out" and path):
+        return _fail(f"export: {arguments.out!r}: write it as out=PATH", 2)
+    try:
+        print(export(Path(arguments.source), arguments.format, Path(path) if path else None))
+    except (ConfigError, CheckpointError) as error:
+        return _fail(str(error), 2)
+    return 0
+
+
 def resume_command(arguments: argparse.Namespace, resume: str) -> str:
     """The command that continues a run: as it was typed, with run.resume at auto."""
     kept = [override for override in arguments.overrides if not override.startswith("run.resume=")]
@@ -100,7 +130,10 @@ def resume_command(arguments: argparse.Namespace, resume: str) -> str:
     return shlex.join([*program, "train", arguments.config, *kept])
 
 
-COMMANDS = {"train": Command("pretrain a GPT-MoE", TRAIN_HELP, _train_arguments, _train)}
+COMMANDS = {
+    "train": Command("pretrain a GPT-MoE", TRAIN_HELP, _train_arguments, _train),
+    "export": Command("write a checkpoint in another format", EXPORT_HELP, _export_arguments, _export),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

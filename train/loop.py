@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..models import GPT
-from .checkpoint import Checkpoint, Checkpointer, CheckpointError, list_checkpoints, step_of
+from .checkpoint import CHECKPOINTS, Checkpoint, Checkpointer, CheckpointError, list_checkpoints, step_of
 from .config import Config
 from .data import load_data
 from .errors import ConfigError
@@ -30,7 +30,6 @@ from .step import StepResult, tolerate_nan, train_step
 from .summary import Summary, write_summary
 from .world import World, from_environment, joined
 
-CHECKPOINTS = "checkpoints"
 MUST_MATCH = ("model", "data")  # sections that a checkpoint and the configuration must agree on
 MUST_MATCH_KEYS = ("run.seed", "run.seq_len", "optim.decay_embeddings")
 MAY_DIFFER = ("data.cache", "model.expert_compute", "model.loss_chunk", "model.measure_residual")
@@ -279,7 +278,10 @@ class Trainer:
         return scores
 
     def _save(self, *, wait: bool = False) -> None:
-        """Begin to save this step, unless that is done. An error is that of the save before, unless `wait`."""
+        """Begin to save this step, unless it is saved; the error that is raised is that of the save before.
+
+        With `wait`, return when it is on the disk.
+        """
         extra = {"counters": asdict(self.counters), "config": self.config.to_dict(), "data": self.data.fingerprint}
         try:
             if self.counters.step != self.saved_step:

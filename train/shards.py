@@ -13,12 +13,13 @@ import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -111,14 +112,15 @@ class _Writer(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         index: dict[str, dict[str, Any]] = {}
-        shapes = {}
-        for name, tensor in metadata.state_dict_metadata.items():
+        shapes: dict[tuple[str, torch.Size | None], torch.Size] = {}
+        tensors = cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
+        for name, tensor in tensors.items():
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
             index[name] = {"dtype": dtype, "shape": list(tensor.size), "chunks": []}
             shapes |= {(name, chunk.offsets): chunk.sizes for chunk in tensor.chunks}
         for result in (result for of_rank in results for result in of_rank):
             name, start, where = result.index.fqn, result.index.offset, result.storage_data
-            chunk = [where.relative_path, where.offset, where.length, list(start), list(shapes[name, start])]
+            chunk = [where.relative_path, where.offset, where.length, list(start or ()), list(shapes[name, start])]
             index[name]["chunks"].append(chunk)
         with (Path(self.path) / INDEX).open("w", encoding="utf-8") as file:
             json.dump(index, file)
@@ -151,7 +153,8 @@ class _Reader(dcp.FileSystemReader):
 def _read_metadata(folder: Path) -> Metadata:
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        tensors, places = {}, {}
+        tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        places: dict[MetadataIndex, _Chunk] = {}
         for name, entry in index.items():
             chunks = [_Chunk(*chunk) for chunk in entry["chunks"]]
             tensors[name] = TensorStorageMetadata(

@@ -1,4 +1,6 @@
+import errno
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -22,8 +24,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from evenload.balancers import Router, attach
 from evenload.train import checkpoint, files
 from evenload.train.checkpoint import MANIFEST, Checkpointer, CheckpointError, list_checkpoints, read_manifest
+from evenload.train.ranks import RankError, Ranks
 from evenload.train.rng import restore_rng, rng_state
-from evenload.train.shards import INDEX
+from evenload.train.shards import INDEX, write_shards
 
 DATA = "__0_0.distcp"
 
@@ -261,6 +264,7 @@ def test_an_optimizer_that_has_not_stepped_is_not_made_to(tmp_path: Path) -> Non
         pytest.fail("took a step")
 
     model = made(2)[0]
+    model.zero_grad()  # with gradients it would not
     cold = torch.optim.AdamW(model.parameters(), fused=True)
     cold.register_step_pre_hook(no_step)
     with Checkpointer(tmp_path) as checkpoints:
@@ -356,9 +360,28 @@ def test_a_full_disk_is_told_by_what_comes_next_and_leaves_the_older_ones(
     checkpoints.save(12, *made(12), {})
     checkpoints.close()
     assert load(tmp_path / "step-00000012") == 12
-    with pytest.raises(KeyError), checkpoints:
-        checkpoints.save(10, *made(10), {})
-        raise KeyError("the error that ended the work is not replaced")
+
+    def fails() -> None:
+        with checkpoints:
+            checkpoints.save(10, *made(10), {})
+            raise KeyError("what ended the work")
+
+    with pytest.raises(KeyError, match="what ended the work"):
+        fails()
+
+
+def test_the_system_s_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch hides it behind an error of its own where it comes in the middle of a tensor."""
+
+    class Full(io.BytesIO):
+        def write(self, content: bytes) -> int:
+            if len(content) > 1000:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(content)
+
+    monkeypatch.setattr(dcp.filesystem.FileSystem, "create_stream", lambda *_: Full())
+    with pytest.raises(RankError, match=r"^\[Errno 28\] No space left on device$"):
+        write_shards(tmp_path, {"x": torch.zeros(10_000)}, Ranks())
 
 
 def save_and_die(folder: Path, moment: str, step: int) -> None:

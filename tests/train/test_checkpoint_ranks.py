@@ -168,6 +168,7 @@ def fail(rank: int, group: object, folder: str) -> list[str]:
     """What each rank is told when one of them cannot write, read, or find what it looks for."""
     layout = Layout(4, 2)
     model, optimizer = layout.model(seed=0)
+    train(model, optimizer)
     checkpoints = Checkpointer(Path(folder), 3, layout.group)
     said = []
 
