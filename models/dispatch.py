@@ -15,13 +15,11 @@ from torch import Tensor
 
 
 class Dispatcher(Protocol):
-    """What an MoE layer asks of a dispatcher, in this order.
+    """What an MoE layer asks of a dispatcher, in this order."""
 
-    Attributes:
-        capacity_factor: None = dropless; see `LocalDispatcher`.
-    """
-
-    capacity_factor: float | None
+    @property
+    def capacity_factor(self) -> float | None:
+        """None = dropless; see `LocalDispatcher`."""
 
     def dispatch(
         self, x: Tensor, indices: Tensor, mask: Tensor | None = None, *, limited: bool = True

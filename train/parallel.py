@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -109,19 +110,16 @@ def _fully_shard(model: GPT, meshes: Meshes, autocast: torch.dtype | None) -> No
             if autocast is not None:
                 fully_shard(block.ffn.router, mesh=meshes.dense, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
             if meshes.layout.ep > 1:
-                placement = _placement(block.ffn.experts, meshes.layout)
-                fully_shard(
-                    block.ffn.experts, mesh=meshes.expert_dp, mp_policy=mixed, shard_placement_fn=lambda _, at=placement: at
-                )
+                place = partial(_placement, block.ffn.experts, meshes.layout)
+                fully_shard(block.ffn.experts, mesh=meshes.expert_dp, mp_policy=mixed, shard_placement_fn=place)
         fully_shard(block, mesh=meshes.dense, mp_policy=mixed)
     fully_shard(model, mesh=meshes.dense, mp_policy=mixed)
 
 
-def _placement(experts: Experts, layout: Layout) -> Shard:
+def _placement(experts: Experts, layout: Layout, weight: nn.Parameter) -> Shard:
     """Shard whole experts where there are enough of them for every rank, else their rows."""
     local = experts.num_experts // layout.ep
-    widths_divide = all(weight.shape[1] % layout.expert_dp == 0 for weight in experts.parameters())
-    return Shard(1) if local % layout.expert_dp and widths_divide else Shard(0)
+    return Shard(1) if local % layout.expert_dp and weight.shape[1] % layout.expert_dp == 0 else Shard(0)
 
 
 class ExpertShard:
@@ -161,7 +159,7 @@ def _initialise(model: GPT, twin: GPT, device: torch.device) -> int:
     def give(prefix: str, tensors: dict[str, Tensor]) -> None:
         nonlocal total
         total += sum(checksum(tensor) for tensor in tensors.values())
-        whole = {prefix + name: tensor for name, tensor in tensors.items()}
+        whole: dict[str, Any] = {prefix + name: tensor for name, tensor in tensors.items()}
         set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True, strict=False))
 
     twin.embedding = nn.Parameter(torch.empty_like(twin.embedding, device=device))

@@ -23,11 +23,13 @@ def lines(out: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if k != "train/tokens_per_second"} for line in read_metrics(out)]
 
 
-def assert_same_training(found: list[dict[str, float]], expected: list[dict[str, float]], tolerance: float = 1e-4) -> None:
+def assert_same_training(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    """Equal but for rounding, which now and then sends a token to another expert: norms feel that more than losses."""
     assert [line.keys() for line in found] == [line.keys() for line in expected]
     for one, other in zip(found, expected, strict=True):
         for key, value in other.items():
-            if key.startswith(("train/", "validation/")):  # a rounding may move a token to another expert, and a count with it
+            if key.startswith(("train/", "validation/")):
+                tolerance = 2e-2 if "norm" in key else 1e-3
                 assert one[key] == pytest.approx(value, rel=tolerance), f"step {other['step']}: {key}"
 
 
