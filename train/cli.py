@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .._version import __version__
+from .check import CHECK_HELP, check, check_arguments
 
 GRACE = 3.0  # seconds
 
@@ -133,6 +134,7 @@ def resume_command(arguments: argparse.Namespace, resume: str) -> str:
 COMMANDS = {
     "train": Command("pretrain a GPT-MoE", TRAIN_HELP, _train_arguments, _train),
     "export": Command("write a checkpoint in another format", EXPORT_HELP, _export_arguments, _export),
+    "check": Command("run the conformance suite against a router", CHECK_HELP, check_arguments, check),
 }
 
 
