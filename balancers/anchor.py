@@ -9,22 +9,23 @@ from .router import routers
 
 
 class _AnchorLoss(torch.autograd.Function):
-    """loss -> loss; the backward hands the incoming gradient to `loss_grads` and passes it on."""
+    """loss -> loss; the backward hands the incoming gradient, times `share`, to `loss_grads` and passes it on."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, loss_grads: list[Tensor]) -> Tensor:
-        ctx.loss_grads = loss_grads
-        return loss.view_as(loss)
+    def forward(ctx: Any, loss: Tensor, loss_grads: list[Tensor], share: Tensor | float) -> Tensor:
+        ctx.loss_grads, ctx.share = loss_grads, share
+        return loss.clone()  # not a view: `loss /= n` is legal
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
         with torch.no_grad():
+            strength = grad_loss * ctx.share
             for loss_grad in ctx.loss_grads:
-                loss_grad.copy_(grad_loss)
-        return grad_loss, None
+                loss_grad.copy_(strength)
+        return grad_loss, None, None
 
 
-def anchor_loss(loss: Tensor, model: nn.Module) -> Tensor:
+def anchor_loss(loss: Tensor, model: nn.Module, share: Tensor | float = 1.0) -> Tensor:
     """Return `loss` unchanged, and let its backward tell the routers of `model` how strongly the loss counts.
 
     Call it on the loss of one microbatch, a MEAN over that microbatch's tokens, before dividing by the number of
@@ -33,10 +34,12 @@ def anchor_loss(loss: Tensor, model: nn.Module) -> Tensor:
 
     Args:
         loss: 0-dim floating point tensor.
+        share: where the loss is not the microbatch's mean but its sum over the tokens of the WHOLE step (as
+            transformers' Trainer has it), the microbatch's tokens over the step's: loss = share * mean.
 
     Raises:
         ValueError: if the loss is not a scalar.
     """
     if loss.dim() != 0:
         raise ValueError(f"loss has shape {tuple(loss.shape)}; anchor_loss needs the scalar mean over the microbatch's tokens")
-    return _AnchorLoss.apply(loss, [router.loss_grad for router in routers(model).values()])
+    return _AnchorLoss.apply(loss, [router.loss_grad for router in routers(model).values()], share)

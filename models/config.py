@@ -27,6 +27,8 @@ class GPTConfig:
         max_seq_len: longer inputs are refused.
         rope_theta: base of the rotary frequencies (arXiv 2104.09864).
         norm_eps: added to the mean square in every RMSNorm.
+        post_norm: norm what comes out of attention and feed-forward as well, before it is added to the residual stream
+            (sandwich norm, arXiv 2105.13290; Kolibri-1 has it).
         num_dense_layers: how many leading blocks have a dense feed-forward instead of experts.
         dense_hidden: hidden width of those; None = (top_k * expert_hidden + shared_hidden), the width a token sees elsewhere.
         num_experts, top_k, expert_hidden: E, K and F of every MoE layer.
@@ -54,6 +56,7 @@ class GPTConfig:
     max_seq_len: int = 2048
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
+    post_norm: bool = False
     num_dense_layers: int = 0
     dense_hidden: int | None = None
     num_experts: int = 16
@@ -122,7 +125,7 @@ class GPTConfig:
     def num_parameters(self) -> ParameterCount:
         """Parameters of the model this describes, in total and active per token, without building it."""
         heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_width
-        block = self.d_model * heads + 2 * self.head_width + 2 * self.d_model
+        block = self.d_model * heads + 2 * self.head_width + (4 if self.post_norm else 2) * self.d_model
         dense = 3 * self.d_model * self.dense_width
         expert = 3 * self.d_model * self.expert_hidden
         per_moe_layer = self.num_experts * self.d_model + 3 * self.d_model * self.shared_hidden

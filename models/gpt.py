@@ -40,6 +40,7 @@ class GPTOutput:
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x)); the feed-forward is dense in the first `num_dense_layers` blocks.
+    With `post_norm`, what comes out of either is normed too before it is added.
 
     forward(x (B, S, D), context) takes its arguments by position, so that reentrant activation checkpointing can wrap it.
 
@@ -58,15 +59,18 @@ class Block(nn.Module):
         self.attention = Attention(
             config.d_model, config.num_heads, config.num_kv_heads, config.head_width, norm_eps=config.norm_eps, **stds
         )
+        self.post_attention_norm = RMSNorm(config.d_model, config.norm_eps) if config.post_norm else None
         self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
         self.ffn: MoELayer | DenseFFN
         if layer < config.num_dense_layers:
             self.ffn = DenseFFN(config.d_model, config.dense_width, **stds)
         else:
             self.ffn = _moe_layer(config, stds)
+        self.post_ffn_norm = RMSNorm(config.d_model, config.norm_eps) if config.post_norm else None
 
     def reset_parameters(self) -> None:
-        for part in (self.attention_norm, self.attention, self.ffn_norm, self.ffn):
+        norms = (self.attention_norm, self.post_attention_norm, self.ffn_norm, self.post_ffn_norm)
+        for part in (self.attention, self.ffn, *(norm for norm in norms if norm is not None)):
             part.reset_parameters()
 
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
@@ -83,11 +87,14 @@ class Block(nn.Module):
         x = x + (cheaply_recomputed(self._attend, x, context) if selective else self._attend(x, context))
         hidden = self.ffn_norm(x)
         if isinstance(self.ffn, MoELayer):
-            return x + self.ffn(hidden, mask=context.mask, document_ids=context.document_ids)
-        return x + self.ffn(hidden)
+            out = self.ffn(hidden, mask=context.mask, document_ids=context.document_ids)
+        else:
+            out = self.ffn(hidden)
+        return x + (out if self.post_ffn_norm is None else self.post_ffn_norm(out))
 
     def _attend(self, x: Tensor, context: SequenceContext) -> Tensor:
-        return self.attention(self.attention_norm(x), context)
+        out = self.attention(self.attention_norm(x), context)
+        return out if self.post_attention_norm is None else self.post_attention_norm(out)
 
 
 def _moe_layer(config: GPTConfig, stds: dict[str, float]) -> MoELayer:

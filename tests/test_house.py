@@ -48,11 +48,20 @@ def test_importing_the_balancers_loads_torch_alone():
     assert found.stdout.strip() == "[]"
 
 
+def test_importing_the_models_does_not_load_transformers():
+    program = (
+        "import sys, evenload.models; print([name for name in ('transformers', 'evenload.models.hf') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-P", "-c", program], check=True, capture_output=True, text=True, cwd=ROOT)
+    assert found.stdout.strip() == "[]"
+
+
 def test_imports_run_downwards():
     for level, room in enumerate(LAYERS):
         for path in (ROOT / room).rglob("*.py"):
+            to_root = len(path.relative_to(ROOT).parts)  # dots that lead to evenload
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ImportFrom) and node.level == 2 and node.module:
+                if isinstance(node, ast.ImportFrom) and node.level == to_root and node.module:
                     target = node.module.split(".")[0]
                     if target in LAYERS:
                         assert LAYERS.index(target) < level, f"{path.relative_to(ROOT)} imports from {target}"

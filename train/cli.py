@@ -28,12 +28,23 @@ examples:
 A run that was stopped continues when the same command is given again.
 """
 
+IMPORT_HELP = """\
+Reads GLM-4-MoE, Qwen3-MoE and Kolibri-1 models that have our attention, and writes model.safetensors, config.json and
+tokenizer.json as `evenload export RUN safetensors` does.
+
+examples:
+  evenload import glm-4-moe out=models/glm
+  evenload import glm-4-moe out=models/glm 'balancers=[{name: eqb, space: scores}, {name: lei}]'
+"""
+
 EXPORT_HELP = """\
 formats:
   safetensors    model.safetensors, config.json, tokenizer.json
+  hf             a folder for AutoModelForCausalLM.from_pretrained of stock transformers, no remote code; with its tokenizer
 
 examples:
   evenload export runs/tiny safetensors                  the newest checkpoint, into runs/tiny/export
+  evenload export runs/tiny hf
   evenload export runs/tiny/checkpoints/step-00000100 safetensors out=model
 """
 
@@ -96,6 +107,34 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _import_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="FOLDER", help="a transformers model on this machine")
+    parser.add_argument(
+        "settings", metavar="key=value", nargs="+", help="out=PATH, a new folder; balancers=..., to train it with"
+    )
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    import yaml
+
+    from .errors import ConfigError
+    from .hugging_face import import_hf
+
+    settings = dict(setting.partition("=")[::2] for setting in arguments.settings)
+    if unknown := [key for key in settings if key not in ("out", "balancers")]:
+        return _fail(f"import: {unknown[0]!r}: write out=PATH and, if you like, balancers=...", 2)
+    if not settings.get("out"):
+        return _fail("import: give the new folder as out=PATH", 2)
+    try:
+        balancers = yaml.safe_load(settings["balancers"]) if "balancers" in settings else None
+        print(import_hf(Path(arguments.source), Path(settings["out"]), balancers))
+    except yaml.YAMLError:
+        return _fail(f"import: balancers={settings['balancers']}: not valid YAML", 2)
+    except ConfigError as error:
+        return _fail(str(error), 2)
+    return 0
+
+
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN", help="a run's folder, or one of its checkpoints")
     parser.add_argument("format", metavar="FORMAT", help="what to write")
@@ -133,6 +172,7 @@ def resume_command(arguments: argparse.Namespace, resume: str) -> str:
 
 COMMANDS = {
     "train": Command("pretrain a GPT-MoE", TRAIN_HELP, _train_arguments, _train),
+    "import": Command("read a Hugging Face transformers model", IMPORT_HELP, _import_arguments, _import),
     "export": Command("write a checkpoint in another format", EXPORT_HELP, _export_arguments, _export),
     "check": Command("run the conformance suite against a router", CHECK_HELP, check_arguments, check),
 }

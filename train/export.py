@@ -17,6 +17,7 @@ from ..models import GPT, GPTConfig
 from .checkpoint import CHECKPOINTS, MANIFEST, Checkpoint, Checkpointer, CheckpointError, read_model
 from .errors import ConfigError, first_line
 from .files import folder_atomic
+from .hugging_face import write_hf
 
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 
@@ -34,7 +35,7 @@ def export(source: Path, form: str, out: Path | None = None, say: Callable[[str]
     if form not in FORMATS:
         raise ConfigError(f"export: unknown format {form!r}; formats: {', '.join(FORMATS)}")
     checkpoint = _find(source, say)
-    run = checkpoint.path.resolve().parent.parent
+    run = _run_folder(checkpoint)
     target = out or run / "export" / f"{form}-{checkpoint.path.name}"
     if target.exists():
         raise ConfigError(f"export: {target} exists; remove it or choose another out=PATH")
@@ -81,7 +82,15 @@ def _safetensors(state: dict[str, Tensor], checkpoint: Checkpoint, folder: Path)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-FORMATS: dict[str, Callable[[dict[str, Tensor], Checkpoint, Path], None]] = {"safetensors": _safetensors}
+def _hugging_face(state: dict[str, Tensor], checkpoint: Checkpoint, folder: Path) -> None:
+    write_hf(folder, checkpoint.extra["config"]["model"], state, _run_folder(checkpoint) / TOKENIZER)
+
+
+FORMATS: dict[str, Callable[[dict[str, Tensor], Checkpoint, Path], None]] = {"safetensors": _safetensors, "hf": _hugging_face}
+
+
+def _run_folder(checkpoint: Checkpoint) -> Path:
+    return checkpoint.path.resolve().parent.parent
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

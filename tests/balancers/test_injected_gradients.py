@@ -224,3 +224,23 @@ def test_the_strength_of_one_step_does_not_leak_into_the_next(logits):
         balance_step(router)
         gradients.append(leaf.grad)
     assert torch.equal(gradients[0], gradients[2])
+
+
+def test_a_share_of_the_steps_loss_has_the_strength_of_that_share(logits):
+    """sum / (tokens of the whole step), in two parts, is what mean / 2 is for two equal parts."""
+    found = []
+    for share in (1.0, 0.5):
+        router = Router(None, logits.shape[-1], 2, balancers="lei")
+        given = logits.detach().clone().requires_grad_()
+        loss = router(given).weights.mean() * share
+        (anchor_loss(loss, router, share) / (2 * share)).backward()
+        found.append(given.grad)
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_an_anchored_loss_may_be_changed_in_place(logits):
+    router = Router(None, logits.shape[-1], 2, balancers="lei")
+    loss = anchor_loss(router(logits.detach().requires_grad_()).weights.mean(), router)
+    loss /= 4
+    loss.backward()
+    assert router.loss_grad == 0.25

@@ -55,6 +55,7 @@ def test_is_a_structured_config() -> None:
     [
         {},
         {"tie_embeddings": False, "num_dense_layers": 1, "shared_hidden": 24},
+        {"post_norm": True},
         {"head_dim": 8, "num_heads": 6, "num_kv_heads": 3, "num_dense_layers": 2, "dense_hidden": 40},
     ],
 )
