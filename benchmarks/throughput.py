@@ -42,6 +42,7 @@ from evenload.train.runtime import choose_device, tune_allocator
 RESULTS = Path(__file__).parent / "results"
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 SCREENING_TURNS = 3
+PROFILED_STEPS = 5
 COPIED_WEIGHTS_LIMIT = 6 << 30  # bytes: batched_mm copies the weights of its experts to every token
 COMMON = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::_fused_adamw_")
 Step = Callable[[], float]
@@ -278,15 +279,18 @@ def timed(step: Step, device: torch.device) -> tuple[float, float]:
 
 
 def common_share(step: Step, device: torch.device) -> float:
-    """Share of a step's operator time in what both sides take from the same libraries."""
+    """Share of a step's operator time in what both sides take from the same libraries; median over a few steps."""
     on_gpu = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiled:
-        step()
-    of: dict[str, float] = {
-        row.key: row.self_device_time_total if on_gpu else row.self_cpu_time_total for row in profiled.key_averages()
-    }
-    common = sum(t for key, t in of.items() if key in COMMON or key.startswith("aten::_scaled_dot_product"))
-    return common / sum(of.values())
+    shares = []
+    for _ in range(PROFILED_STEPS):
+        with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiled:
+            step()
+        of: dict[str, float] = {
+            row.key: row.self_device_time_total if on_gpu else row.self_cpu_time_total for row in profiled.key_averages()
+        }
+        common = sum(t for key, t in of.items() if key in COMMON or key.startswith("aten::_scaled_dot_product"))
+        shares.append(common / sum(of.values()))
+    return statistics.median(shares)
 
 
 def table(result: dict[str, Any]) -> str:
