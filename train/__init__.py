@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint, Checkpointer, CheckpointError
     from .config import Config, load_config
     from .data import Data, load_data
-    from .errors import ConfigError
+    from .errors import ConfigError, TrainingStopped
     from .evaluation import Score, evaluate
-    from .loop import Trainer, TrainingStopped
+    from .loop import Trainer
     from .mixture import Batch, Mixture
     from .optim import learning_rate, make_optimizer
     from .step import StepResult, train_step
@@ -32,7 +32,7 @@ _HOME = {
     "Score": "evaluation",
     "StepResult": "step",
     "Trainer": "loop",
-    "TrainingStopped": "loop",
+    "TrainingStopped": "errors",
     "evaluate": "evaluation",
     "learning_rate": "optim",
     "load_config": "config",

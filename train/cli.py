@@ -15,6 +15,7 @@ from typing import NamedTuple
 from .._version import __version__
 from .check import CHECK_HELP, check, check_arguments
 
+COMMAND = "EVENLOAD_COMMAND"  # environment variable: what the user typed, for the ranks that `--nproc` starts
 GRACE = 3.0  # seconds
 
 TRAIN_HELP = """\
@@ -76,28 +77,28 @@ def _train(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from .checkpoint import CheckpointError
     from .config import load_config
-    from .errors import ConfigError
+    from .errors import ConfigError, TrainingStopped
+    from .launch import launch, launched
 
     try:
         config = load_config(arguments.config, arguments.overrides)
         if arguments.print_config:
             print(config.to_yaml(), end="")
             return 0
-        from .launch import launch, launched
-        from .world import RankLost
-
+        command = os.environ.get(COMMAND) or resume_command(arguments, config.run.resume)
         if arguments.nproc is not None and not launched():
             if arguments.nproc < 1:
                 raise ConfigError(f"--nproc {arguments.nproc}: there is at least one rank")
-            again = ["train", arguments.config, *arguments.overrides, f"--nproc={arguments.nproc}"]
+            os.environ[COMMAND] = command
+            again = ["train", arguments.config, *arguments.overrides]
             code, why = launch(again, arguments.nproc, arguments.max_restarts, config.parallel.timeout)
             return _fail(why, code) if why else code
-        from .loop import TrainingStopped, train
+        from .loop import train
 
-        outcome = train(config, resume_command(arguments, config.run.resume))
+        outcome = train(config, command)
     except (ConfigError, CheckpointError) as error:
         return _fail(str(error), 2)
-    except (TrainingStopped, RankLost) as error:
+    except TrainingStopped as error:
         return _fail(str(error), 1)
     if outcome.interrupted:
         return 128 + outcome.interrupted
@@ -162,7 +163,9 @@ def resume_command(arguments: argparse.Namespace, resume: str) -> str:
     if resume != "auto" or len(kept) < len(arguments.overrides):
         kept.append("run.resume=auto")
     if arguments.nproc is not None:
-        kept.append(f"--nproc={arguments.nproc}")
+        kept += ["--nproc", str(arguments.nproc)]
+    if arguments.max_restarts:
+        kept += ["--max-restarts", str(arguments.max_restarts)]
     typed = sys.argv[0]
     program = [typed] if Path(typed).stem == "evenload" and typed != shutil.which("evenload") else ["evenload"]
     if typed.endswith(".py"):

@@ -1,4 +1,4 @@
-"""The error of a configuration that cannot be run, and how messages come down to one line."""
+"""The errors that end a run, and how messages come down to one line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ from typing import Any
 
 class ConfigError(ValueError):
     """A configuration that cannot be run; the message is one line: where, what, and what would be right."""
+
+
+class TrainingStopped(RuntimeError):
+    """The run cannot go on; the message is one line that says what happened and what to do."""
+
+
+class RankLost(TrainingStopped):
+    """A rank ended or stopped answering."""
 
 
 def close_to(word: Any, known: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 
@@ -26,6 +27,8 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int, shutdown: fl
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, run
 
+    # Its warnings tell of every signal that it sends; what matters is said here.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     parser = get_args_parser()
     options = ["--standalone", f"--nproc-per-node={nproc}", f"--max-restarts={max_restarts}"]

@@ -15,7 +15,7 @@ from ..models import GPT
 from .checkpoint import CHECKPOINTS, Checkpoint, Checkpointer, CheckpointError, list_checkpoints, step_of
 from .config import Config
 from .data import load_data
-from .errors import ConfigError
+from .errors import ConfigError, TrainingStopped
 from .evaluation import Score, evaluate
 from .files import write_atomic
 from .interrupt import Interrupt, exit_on_sigterm
@@ -35,10 +35,6 @@ MUST_MATCH_KEYS = ("run.seed", "run.seq_len", "optim.decay_embeddings")
 MAY_DIFFER = ("data.cache", "model.expert_compute", "model.loss_chunk", "model.measure_residual")
 # Changed without a word on resuming: paths and intervals.
 QUIET = ("data.cache", "run.out", "run.resume", "run.log_every", "run.eval_every", "run.save_every", "run.image_every")
-
-
-class TrainingStopped(RuntimeError):
-    """The run cannot go on; the message is one line that says what happened and what to do."""
 
 
 @dataclass

@@ -15,14 +15,10 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from .errors import ConfigError
+from .errors import ConfigError, RankLost
 
 T = TypeVar("T")
 POLL = 0.5  # seconds between two looks at whether the first rank is done
-
-
-class RankLost(RuntimeError):
-    """A rank ended or stopped answering; the message is one line that says what happened and what to do."""
 
 
 @dataclass(frozen=True)
@@ -141,12 +137,16 @@ def joined(world: World, device: torch.device) -> Iterator[World]:
         yield world
         return
     cuda = device.type == "cuda"
+    timeout = datetime.timedelta(seconds=world.timeout)
     try:
+        store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            # torchrun keeps its store when it restarts the ranks, and with it the addresses of those that have ended.
+            store=dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store),
             rank=world.rank,
             world_size=world.size,
-            timeout=datetime.timedelta(seconds=world.timeout),
+            timeout=timeout,
             device_id=device if cuda else None,
         )
         yield world

@@ -144,7 +144,7 @@ def test_the_command_that_continues(
     typed: str, overrides: list[str], resume: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", [typed])
-    arguments = argparse.Namespace(config="my.yaml", overrides=overrides, nproc=None)
+    arguments = argparse.Namespace(config="my.yaml", overrides=overrides, nproc=None, max_restarts=0)
     assert cli.resume_command(arguments, resume) == expected
 
 
