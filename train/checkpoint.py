@@ -14,7 +14,6 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +135,7 @@ class Checkpointer:
     ) -> None:
         self.folder, self.keep_last = folder, keep_last
         self.ranks = Ranks(group, timeout)
-        self._writing: Future[None] | None = None
+        self._writing: _Background | None = None
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -198,13 +197,13 @@ class Checkpointer:
         tensors = stage(state)
         manifest = {"format": FORMAT, "step": step, "world_size": self.ranks.size, "extra": extra}
         manifest = json.loads(json.dumps(manifest))
-        self._writing = _in_background(lambda: self._write(path, tensors, manifest))
+        self._writing = _Background(lambda: self._write(path, tensors, manifest))
 
     def wait(self) -> None:
         """Return when the last save is on the disk. Raises CheckpointError if it failed; older checkpoints are untouched."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.result()
+            writing.finish()
 
     def close(self) -> None:
         """Same as `wait`; the end of the work."""
@@ -351,18 +350,25 @@ def _seal(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _in_background(work: Callable[[], None]) -> Future[None]:
-    outcome: Future[None] = Future()
+class _Background:
+    """A thread that does `work`; it does not keep a process alive that has failed elsewhere."""
 
-    def run() -> None:
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Return when the thread has ended, not only its work: a process that ends under a thread of torch's aborts."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-            outcome.set_result(None)
         except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return outcome
+            self._error = error
 
 
 @contextmanager
