@@ -7,7 +7,10 @@ EXPERT_COMPUTE = ("auto", "grouped", "loop")
 
 
 class ParameterCount(NamedTuple):
-    """Parameters of a model: all of them, and those that one token passes through."""
+    """Parameters of a model: all of them, and those that one token is multiplied with.
+
+    An embedding table that is only looked up counts as inactive; as the output head, its own or tied, it is active.
+    """
 
     total: int
     active: int
@@ -134,7 +137,8 @@ class GPTConfig:
         common = (
             embeddings + self.d_model + self.num_layers * block + self.num_dense_layers * dense + moe_layers * per_moe_layer
         )
+        looked_up = 0 if self.tie_embeddings else self.vocab_size * self.d_model
         return ParameterCount(
             total=common + moe_layers * self.num_experts * expert,
-            active=common + moe_layers * self.top_k * expert,
+            active=common + moe_layers * self.top_k * expert - looked_up,
         )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from .._version import __version__
 from .check import CHECK_HELP, check, check_arguments
+from .describe_command import DESCRIBE_HELP, describe, describe_arguments
 
 COMMAND = "EVENLOAD_COMMAND"  # environment variable: what the user typed, for the ranks that `--nproc` starts
 GRACE = 3.0  # seconds
@@ -175,6 +176,7 @@ def resume_command(arguments: argparse.Namespace, resume: str) -> str:
 
 COMMANDS = {
     "train": Command("pretrain a GPT-MoE", TRAIN_HELP, _train_arguments, _train),
+    "describe": Command("what a configuration needs before it runs", DESCRIBE_HELP, describe_arguments, describe),
     "import": Command("read a Hugging Face transformers model", IMPORT_HELP, _import_arguments, _import),
     "export": Command("write a checkpoint in another format", EXPORT_HELP, _export_arguments, _export),
     "check": Command("run the conformance suite against a router", CHECK_HELP, check_arguments, check),

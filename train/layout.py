@@ -58,6 +58,16 @@ def choose_layout(parallel: ParallelConfig, world: int, num_experts: int) -> Lay
     return min(possible, key=lambda layout: (layout.dp_replicate, -layout.ep))
 
 
+def microbatches(batch: int, microbatch: int, world: int) -> int:
+    """Microbatches of each of `world` ranks in a step of `batch` sequences; ConfigError where that is not a whole number."""
+    if batch % (microbatch * world):
+        raise ConfigError(
+            f"run.batch = {batch}: {world} ranks with microbatches of run.microbatch = {microbatch} need a "
+            f"multiple of {microbatch * world}"
+        )
+    return batch // (microbatch * world)
+
+
 def _layouts(world: int, num_experts: int) -> list[Layout]:
     return [
         Layout(world // dp_shard, dp_shard, ep)

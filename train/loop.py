@@ -19,7 +19,7 @@ from .errors import ConfigError, TrainingStopped
 from .evaluation import Score, evaluate
 from .files import write_atomic
 from .interrupt import Interrupt, exit_on_sigterm
-from .layout import choose_layout
+from .layout import choose_layout, microbatches
 from .lock import only_run
 from .monitor import Monitor, balance_scalars
 from .optim import learning_rate, make_optimizer, set_learning_rate
@@ -81,11 +81,7 @@ class Trainer:
         self.say = say if world.is_main else _silent
         run = config.run
         self.layout = choose_layout(config.parallel, world.size, config.model.num_experts)
-        if run.batch % (run.microbatch * world.size):
-            raise ConfigError(
-                f"run.batch = {run.batch}: {world.size} ranks with microbatches of run.microbatch = {run.microbatch} need a "
-                f"multiple of {run.microbatch * world.size}"
-            )
+        microbatches(run.batch, run.microbatch, world.size)  # refuses what does not divide, before any data is prepared
         self.folder = Path(run.out or "runs/run").expanduser()
         if run.threads:
             torch.set_num_threads(run.threads)

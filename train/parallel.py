@@ -70,15 +70,23 @@ def build_sharded(config: GPTConfig, meshes: Meshes, device: torch.device, autoc
 
     Raises RuntimeError if dense weights differ between ranks, or experts do not.
     """
+    model = lay_out(config, meshes, autocast)
     with torch.device("meta"):
-        model, twin = GPT(config), GPT(config)
-    _split_experts(model, meshes)
-    _fully_shard(model, meshes, autocast)
+        twin = GPT(config)
     model.to_empty(device=device)
     for module in model.modules():
         if isinstance(module, StatefulModule):
             module.reset_statistics()
     _check_start(model, _initialise(model, twin, device), meshes)
+    return model
+
+
+def lay_out(config: GPTConfig, meshes: Meshes, autocast: torch.dtype | None) -> GPT:
+    """A GPT on the meta device whose parameters are this rank's part of the model."""
+    with torch.device("meta"):
+        model = GPT(config)
+    _split_experts(model, meshes)
+    _fully_shard(model, meshes, autocast)
     return model
 
 

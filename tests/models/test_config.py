@@ -66,4 +66,5 @@ def test_parameter_count_is_that_of_the_model(changes: dict[str, object]) -> Non
     assert config.num_parameters().total == sum(p.numel() for p in model.parameters())
     idle_experts = (config.num_experts - config.top_k) * 3 * config.d_model * config.expert_hidden
     moe_layers = config.num_layers - config.num_dense_layers
-    assert config.num_parameters().total - config.num_parameters().active == moe_layers * idle_experts
+    looked_up = 0 if config.tie_embeddings else config.vocab_size * config.d_model
+    assert config.num_parameters().total - config.num_parameters().active == moe_layers * idle_experts + looked_up
