@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ class Meter(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves(args[payload_at]) if isinstance(leaf, Tensor)]
         group = args[group_at]
         if isinstance(group, str):
-            group = dist.distributed_c10d._resolve_process_group(group)
+            group = dist.distributed_c10d._resolve_process_group(cast(Any, group))
         elif not isinstance(group, dist.ProcessGroup):
             group = dist.ProcessGroup.unbox(group)
         self.sent.append(Sent(operation, group.group_name, group.size(), sum(t.nbytes for t in tensors), tensors[0].dtype))

@@ -60,9 +60,9 @@ def _parts(model: GPT) -> Iterator[tuple[str, nn.Parameter]]:
     """(part, parameter) for each parameter of the model."""
     yield "embeddings", model.embedding
     if model.head is not None:
-        yield "embeddings", model.head.weight
+        yield "embeddings", cast(nn.Parameter, model.head.weight)
     for block in cast(Iterable[Block], model.blocks):
-        norms = [block.attention_norm, block.post_attention_norm, block.ffn_norm, block.post_ffn_norm]
+        norms: list[nn.Module | None] = [block.attention_norm, block.post_attention_norm, block.ffn_norm, block.post_ffn_norm]
         modules: dict[str, list[nn.Module | None]] = {"attention": [block.attention], "norms": norms}
         if isinstance(block.ffn, MoELayer):
             modules |= {"router": [block.ffn.router], "experts": [block.ffn.experts], "shared expert": [block.ffn.shared]}

@@ -11,7 +11,7 @@ import dataclasses
 import importlib.util
 import itertools
 import warnings
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -92,7 +92,7 @@ def _with_moe_layers(config: Config, count: int) -> Config:
 class _Rehearsal:
     def __init__(self, config: Config, layout: Layout, autocast: torch.dtype | None) -> None:
         self.config, self.layout, self.autocast = config, layout, autocast
-        self.numbers: Counter[tuple[str, ...]] = Counter()
+        self.numbers: Numbers = defaultdict(float)
         self.meter = Meter()
         self.replicas: set[str] = set()  # those that sum gradients by all-reduce
         self.groups: dict[str, str] = {}  # name of a process group: what its ranks share
@@ -148,9 +148,9 @@ class _Rehearsal:
                 model = GPT(self.config.model)
         else:
             meshes = make_meshes(self.layout, "cpu", self.config.parallel.timeout)
-            sharded = (("dense", meshes.dense), ("experts", meshes.expert_dp))
+            sharded = [("dense", meshes.dense), ("experts", meshes.expert_dp)]
             if self.layout.ep == 1:
-                sharded = (("weights", meshes.dense),)  # experts travel with the rest of their block
+                sharded = [("weights", meshes.dense)]  # experts travel with the rest of their block
             for what, mesh in sharded:
                 self.groups |= {group.group_name: what for group in mesh.get_all_groups()}
                 self.replicas |= {group.group_name for group in mesh.get_all_groups()[:-1]}
@@ -252,7 +252,8 @@ class _Answers(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and self._shares is not None:
             return next(self._shares)
         if func is torch.ops.aten._grouped_mm.default:
-            left, right, ends = args[0], args[1], (kwargs or {}).get("offs", args[2] if len(args) > 2 else None)
+            left, right, *rest = args
+            ends: Tensor = rest[0] if rest else (kwargs or {})["offs"]
             groups = ends.shape if left.dim() == right.dim() == 2 else ()
             return left.new_empty(*groups, left.shape[-2], right.shape[-1])
         return func(*args, **(kwargs or {}))
