@@ -11,12 +11,12 @@ Shape suffixes: T tokens, E experts.
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
+from ..kernels import bf16_margins
 from .balancer import Balancer, Update
 from .distribution import real_tokens
-from .margins import margins, refuse_without_runner_up, settled
+from .margins import refuse_without_runner_up, settled
 from .order_statistic import Bf16Columns, order_statistic_rounds
 from .routing import SPACES, Routing, Space
 
@@ -53,7 +53,7 @@ class ExactQuantile(Balancer):
         if self.top_k == self.num_experts:  # every expert is always chosen: nothing to balance
             return
         # Padding is -inf there: it ranks below every real value, and `tokens` does not count it.
-        self.margins.add(margins(routing).to(torch.bfloat16))
+        self.margins.add(*bf16_margins(routing.selection, routing.cutoff, routing.allowed, routing.mask))
         self.tokens += real_tokens(routing)
 
     def update(self) -> Update:

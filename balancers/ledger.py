@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import best_groups
 from . import metrics
 from .balancer import Balancer, StatefulModule
 from .collective import PerRank, Sums
 from .distribution import real_tokens
 from .report import LayerSums
-from .routing import Routing, best_groups, route
+from .routing import Routing, route
 
 
 class StepLedger(StatefulModule):

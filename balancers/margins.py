@@ -6,19 +6,14 @@ Shape suffixes: T tokens, E experts.
 import torch
 from torch import Tensor
 
+from .. import kernels
 from .routing import Routing
 
 
 def margins(routing: Routing) -> Tensor:
     """(T, E) selection - cutoff: expert e takes token t exactly when its bias exceeds -margin. -inf where no bias would do:
     for experts that were ruled out for the token, and on padding rows."""
-    margins_TE = routing.selection - routing.cutoff[:, None]
-    if routing.allowed is not None:
-        margins_TE = margins_TE.masked_fill(~routing.allowed, float("-inf"))
-    if routing.mask is not None:
-        margins_TE = margins_TE.masked_fill(~routing.mask[:, None], float("-inf"))
-    # A -inf logit minus the -inf cutoff of a row without a runner-up is NaN.
-    return margins_TE.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
+    return kernels.margins(routing.selection, routing.cutoff, routing.allowed, routing.mask)
 
 
 def refuse_without_runner_up(balancer: str, top_k: int, reachable: int, num_experts: int) -> None:

@@ -32,12 +32,12 @@ class Bf16Columns:
     def __init__(self) -> None:
         self.values: Tensor | None = None  # (rows, E)
         self.dense: Tensor | None = None  # (E, 65536)
+        self.high: Tensor | None = None  # (E, 256)
 
-    def add(self, values_TE: Tensor) -> None:
-        """(T, E) bfloat16 without NaN."""
-        values = canonical(values_TE)
-        if self.values is not None:
-            values = torch.cat([self.values, values])
+    def add(self, values_TE: Tensor, high_EB: Tensor) -> None:
+        """(T, E) canonical bfloat16 without NaN, and the (E, 256) counts of their keys' high bytes."""
+        self.high = high_EB if self.high is None else self.high + high_EB
+        values = values_TE if self.values is None else torch.cat([self.values, values_TE])
         if values.shape[0] > _DENSE_ROWS:
             counts = dense_histogram(values)
             self.dense = counts if self.dense is None else self.dense + counts
@@ -45,24 +45,22 @@ class Bf16Columns:
         self.values = values
 
     def clear(self) -> None:
-        self.values = self.dense = None
+        self.values = self.dense = self.high = None
 
     def coarse(self, num_columns: int, device: torch.device) -> Tensor:
         """(E, 256) int32 counts of the keys' high bytes."""
-        counts = high_byte_histogram(self._kept(num_columns, device))
-        return counts if self.dense is None else counts + self.dense.view(num_columns, 256, 256).sum(dim=2, dtype=torch.int32)
+        return torch.zeros(num_columns, 256, dtype=torch.int32, device=device) if self.high is None else self.high
 
     def fine(self, high_E: Tensor) -> Tensor:
         """(E, 256) int32 counts of the low bytes of keys whose high byte is `high_E`."""
-        counts = low_byte_histogram(self._kept(high_E.numel(), high_E.device), high_E)
+        values = self.values
+        if values is None:
+            values = torch.empty(0, high_E.numel(), dtype=torch.bfloat16, device=high_E.device)
+        counts = low_byte_histogram(values, high_E)
         if self.dense is None:
             return counts
         slices = self.dense.view(-1, 256, 256).gather(1, high_E.long()[:, None, None].expand(-1, 1, 256))
         return counts + slices.squeeze(1)
-
-    def _kept(self, num_columns: int, device: torch.device) -> Tensor:
-        empty = torch.empty(0, num_columns, dtype=torch.bfloat16, device=device)
-        return empty if self.values is None else self.values
 
 
 def order_statistic_rounds(
@@ -118,7 +116,8 @@ def global_order_statistic(
     if rank.is_floating_point() or rank.shape not in ((), (num_columns,)):
         raise ValueError(f"rank_from_top={rank_from_top!r}; give a whole number, or one per column ({num_columns}) as a tensor")
     columns = Bf16Columns()
-    columns.add(values_TE)
+    values_TE = canonical(values_TE)
+    columns.add(values_TE, high_byte_histogram(values_TE))
     # Values that only one rank can judge are judged after the sum, so that all ranks raise and none is left waiting.
     local = torch.stack([torch.tensor(rows, device=values_TE.device), values_TE.isnan().sum()])
     rounds = order_statistic_rounds(columns, local, lambda _: rank, num_columns)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..kernels import at_least_float32, combine_weights
 from .balancer import Balancer, BalancerList, StatefulModule
 from .documents import document_numbers
 from .inject import InjectGradient
@@ -23,9 +24,7 @@ from .routing import (
     Routing,
     Score,
     Space,
-    at_least_float32,
     check_options,
-    combine_weights,
     flatten_mask,
     reachable_experts,
     route,

@@ -3,25 +3,13 @@
 Shape suffixes: T tokens, E experts, K experts per token.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ..kernels import expert_counts
-from ..kernels import top_k as stable_top_k
+from ..kernels import SCORES, Bias, NanPolicy, Score, Space, require, route_rows
 
-Score = Literal["sigmoid", "softmax", "identity"]
-Space = Literal["logits", "scores"]
-NanPolicy = Literal["raise", "route"]
-
-SCORES: dict[str, Callable[[Tensor], Tensor]] = {
-    "sigmoid": torch.sigmoid,
-    "softmax": lambda logits: torch.softmax(logits, dim=-1),
-    "identity": lambda logits: logits.view_as(logits),  # a tensor of its own: dynamo refuses one tensor in two roles
-}
 SPACES = ("logits", "scores")
 NAN_POLICIES = ("raise", "route")
 
@@ -59,7 +47,7 @@ def route(
     logits: Tensor,
     top_k: int,
     *,
-    bias: Tensor | Callable[[Tensor, Tensor | None], Tensor] | None = None,
+    bias: Bias = None,
     score: Score = "sigmoid",
     normalize: bool = False,
     scale: float = 1.0,
@@ -96,51 +84,26 @@ def route(
     """
     num_experts = logits.shape[-1]
     check_options(num_experts, top_k, score, num_groups, group_top_k, nan, space)
-    logits_TE = at_least_float32(logits.reshape(-1, num_experts))
+    logits_TE = logits.reshape(-1, num_experts)
     mask_T = flatten_mask(mask, logits.shape[:-1])
-    logits_TE, nan_rows = _clean(logits_TE, mask_T, nan)
-
-    scores_TE = SCORES[score](logits_TE)
-    selection_TE = (logits_TE if space == "logits" else scores_TE).detach()
-    if callable(bias):
-        bias = bias(selection_TE, mask_T)
-    biased_TE = selection_TE if bias is None else selection_TE + _checked_bias(bias, selection_TE)
-    allowed_TE = best_groups(biased_TE, num_groups, group_top_k)
-    if allowed_TE is not None:
-        biased_TE = biased_TE.masked_fill(~allowed_TE, float("-inf"))  # not 0: biased values may all be negative
-
-    indices_TK, cutoff_T = stable_top_k(biased_TE, top_k)
+    replay_TK = None
     if replay is not None:
-        indices_TK = _checked_replay(replay, logits.shape[:-1], top_k, num_experts, mask_T)
-    return Routing(
-        indices=indices_TK,
-        weights=combine_weights(scores_TE, indices_TK, mask_T, normalize, scale),
-        scores=scores_TE,
-        counts=expert_counts(indices_TK, num_experts, mask_T),
-        cutoff=cutoff_T,
-        logits=logits_TE,
-        selection=selection_TE,
-        allowed=allowed_TE,
-        mask=mask_T,
-        nan_rows=nan_rows,
+        replay_TK = _checked_replay(replay, logits.shape[:-1], top_k, num_experts, mask_T)
+    rows = route_rows(
+        logits_TE,
+        top_k,
+        bias=bias,
+        mask_T=mask_T,
+        replay_TK=replay_TK,
+        score=score,
+        space=space,
+        normalize=normalize,
+        scale=scale,
+        num_groups=num_groups,
+        group_top_k=group_top_k,
+        nan=nan,
     )
-
-
-def combine_weights(scores_TE: Tensor, indices_TK: Tensor, mask_T: Tensor | None, normalize: bool, scale: float) -> Tensor:
-    """(T, K) weights: the chosen scores, optionally normalised, then scaled; 0 on padding rows."""
-    weights_TK = scores_TE.gather(1, indices_TK)
-    if normalize:
-        total_T1 = weights_TK.sum(dim=-1, keepdim=True)
-        # A row whose scores all underflow to 0 keeps weights of 0 instead of 0/0.
-        weights_TK = weights_TK / torch.where(total_T1 == 0, 1.0, total_T1)
-    if scale != 1.0:
-        weights_TK = weights_TK * scale
-    return weights_TK if mask_T is None else weights_TK.masked_fill(~mask_T[:, None], 0.0)
-
-
-def at_least_float32(tensor: Tensor) -> Tensor:
-    """Routing is computed in float32 whatever comes in; float64 stays, so that gradients can be checked."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return Routing(**rows._asdict(), mask=mask_T)
 
 
 def flatten_mask(mask: Tensor | None, leading: torch.Size) -> Tensor | None:
@@ -152,14 +115,6 @@ def flatten_mask(mask: Tensor | None, leading: torch.Size) -> Tensor | None:
     if mask.shape != leading:
         raise ValueError(f"mask has shape {tuple(mask.shape)}; the input's leading shape is {tuple(leading)}")
     return mask.reshape(-1)
-
-
-def require(ok: Tensor, message: Callable[[], str]) -> None:
-    """Raise ValueError(message()) unless the 0-dim bool `ok` holds; without waiting for a GPU or breaking a graph."""
-    if torch.compiler.is_compiling() or ok.device.type != "cpu":
-        torch._assert_async(ok, "evenload: NaN in router logits, or replayed expert ids that are out of range or repeated")
-    elif not ok:
-        raise ValueError(message())
 
 
 def check_options(
@@ -189,47 +144,6 @@ def check_options(
 def reachable_experts(num_experts: int, num_groups: int | None, group_top_k: int | None) -> int:
     """How many experts a token can choose from."""
     return num_experts if num_groups is None or group_top_k is None else group_top_k * (num_experts // num_groups)
-
-
-def _clean(logits_TE: Tensor, mask_T: Tensor | None, nan: NanPolicy) -> tuple[Tensor, Tensor]:
-    """Zero the rows that must not speak: padding, and (nan="route") rows with NaN. Returns logits and the NaN row count."""
-    # One pass finds all three: NaN and +inf anywhere in the row, and rows of nothing but -inf. (-inf alone rules one
-    # expert out and is fine.)
-    bad_T = ~logits_TE.detach().amax(dim=-1).isfinite()
-    if mask_T is not None:
-        bad_T = bad_T & mask_T
-        logits_TE = logits_TE.masked_fill(~mask_T[:, None], 0.0)
-    if nan == "raise":
-        require(~bad_T.any(), lambda: _nan_message(bad_T))
-    else:
-        logits_TE = logits_TE.masked_fill(bad_T[:, None], 0.0)
-    return logits_TE, bad_T.sum()
-
-
-def _nan_message(bad_T: Tensor) -> str:
-    return (
-        f"{int(bad_T.sum())} of {bad_T.numel()} rows of router logits hold NaN, +inf or nothing but -inf (first: row "
-        f"{int(bad_T.int().argmax())}); "
-        'look for a diverged weight or input, or pass nan="route" to route such rows anyway and count them'
-    )
-
-
-def _checked_bias(bias: Tensor, selection_TE: Tensor) -> Tensor:
-    if bias.shape not in (selection_TE.shape, selection_TE.shape[1:]):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; give (E,) = {tuple(selection_TE.shape[1:])} or (T, E)")
-    return bias.detach().float()
-
-
-def best_groups(biased_TE: Tensor, num_groups: int | None, group_top_k: int | None) -> Tensor | None:
-    """(T, E) bool: the experts of each token's best groups; None without groups."""
-    if num_groups is None or group_top_k is None:
-        return None
-    grouped_TGM = biased_TE.unflatten(1, (num_groups, -1))
-    best_two = min(2, grouped_TGM.shape[-1])
-    value_TG = grouped_TGM.topk(best_two, dim=-1).values.sum(dim=-1)
-    groups, _ = stable_top_k(value_TG, group_top_k)
-    allowed_TG = torch.zeros_like(value_TG, dtype=torch.bool).scatter(1, groups, True)
-    return allowed_TG[:, :, None].expand_as(grouped_TGM).flatten(1)
 
 
 def _checked_replay(replay: Tensor, leading: torch.Size, top_k: int, num_experts: int, mask_T: Tensor | None) -> Tensor:

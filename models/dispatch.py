@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..kernels import expert_order, permute, unpermute
+
 
 class Dispatcher(Protocol):
     """What an MoE layer asks of a dispatcher, in this order."""
@@ -92,13 +94,7 @@ class LocalDispatcher:
             plan: for `combine`.
         """
         num_tokens, top_k = indices.shape
-        experts_N = indices.flatten()
-        if mask is not None:
-            # Padding goes behind the last expert, and is cut off there.
-            experts_N = torch.where(mask[:, None], indices, self.num_experts).flatten()
-        sorted_N, slots_N = experts_N.sort(stable=True)
-        experts_E = torch.arange(self.num_experts + 1, device=indices.device, dtype=sorted_N.dtype)
-        starts_E1 = torch.searchsorted(sorted_N, experts_E)
+        slots_N, starts_E1 = expert_order(indices, self.num_experts, mask)
         counts_E = starts_E1.diff()
         dropped = counts_E.new_zeros(())
         slots_R = slots_N
@@ -106,12 +102,12 @@ class LocalDispatcher:
             slots_R = slots_N[: int(starts_E1[-1])]
         if self.capacity_factor is not None and limited:
             capacity = self.capacity(num_tokens if mask is None else int(mask.sum()), top_k)
-            place_R = torch.arange(slots_R.shape[0], device=x.device) - starts_E1[sorted_N[: slots_R.shape[0]]]
+            place_R = torch.arange(slots_R.shape[0], device=x.device) - starts_E1[indices.flatten()[slots_R]]
             slots_R = slots_R[place_R < capacity]
             kept_E = counts_E.clamp(max=capacity)
             dropped = (counts_E - kept_E).sum()
             counts_E = kept_E
-        rows_RD = _TakeTokens.apply(x, slots_R, top_k)
+        rows_RD = permute(x, slots_R, top_k)
         return rows_RD, counts_E, DispatchPlan(slots_R, num_tokens, top_k, dropped)
 
     def receive(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
@@ -123,9 +119,7 @@ class LocalDispatcher:
 
         The sum is in float32 (float64 for float64 rows), in the order of the token's K experts; without rows it is exactly 0.
         """
-        inside = torch.promote_types(rows.dtype, torch.float32)
-        rows_TKD = _to_slots(rows, plan.slots, plan.num_tokens, plan.top_k)
-        return (rows_TKD.to(inside) * weights.to(inside)[:, :, None]).sum(dim=1).to(rows.dtype)
+        return unpermute(rows, weights, plan.slots)
 
     def capacity(self, num_tokens: int, top_k: int) -> int:
         """Most tokens that one expert takes out of `num_tokens` real ones."""
@@ -134,26 +128,3 @@ class LocalDispatcher:
         # The tiny subtraction keeps 1.1 * 10 from becoming 12: the product is a rounding error above 11.
         share = self.capacity_factor * num_tokens * top_k / self.num_experts
         return min(num_tokens, math.ceil(share - 1e-9 * share))
-
-
-def _to_slots(rows_RD: Tensor, slots_R: Tensor, num_tokens: int, top_k: int) -> Tensor:
-    """(R, D) -> (T, K, D), 0 where an assignment has no row. No slot is written twice, so the order of writes cannot matter."""
-    width = rows_RD.shape[1]
-    complete = rows_RD.shape[0] == num_tokens * top_k
-    make = rows_RD.new_empty if complete else rows_RD.new_zeros
-    return make(num_tokens * top_k, width).index_copy_(0, slots_R, rows_RD).view(num_tokens, top_k, width)
-
-
-class _TakeTokens(torch.autograd.Function):
-    """rows[r] = x[slots[r] // K]. The backward sums a token's K slots in order; index_select's would add atomically."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, slots_R: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(slots_R)
-        ctx.num_tokens, ctx.top_k = x_TD.shape[0], top_k
-        return x_TD.index_select(0, slots_R // top_k)
-
-    @staticmethod
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
-        (slots_R,) = ctx.saved_tensors
-        return _to_slots(grad_RD, slots_R, ctx.num_tokens, ctx.top_k).sum(dim=1), None, None
