@@ -46,7 +46,7 @@ def route_rows(
     bias_TE = evaluated(bias, _selection(logits_TE, mask_T, score, space, nan) if callable(bias) else logits_TE, mask_T)
     wants_clean = mask_T is not None or nan == "route" or logits_TE.dtype != torch.float32
     groups = num_groups or 0
-    indices_TK, weights_TK, scores_TE, counts_E, cutoff_T, clean_TE, allowed_TE, bad_T = router_forward(
+    weights_TK, scores_TE, clean_TE, cutoff_T, indices_TK, counts_E, allowed_TE, bad_T = router_forward(
         logits_TE, bias_TE, mask_T, k, score, space, normalize, scale, groups, group_top_k or 0, wants_clean
     )
     if nan == "raise":
@@ -61,7 +61,7 @@ def route_rows(
         weights=weights_TK,
         scores=scores_TE,
         counts=counts_E,
-        cutoff=cutoff_T.detach(),
+        cutoff=cutoff_T,
         logits=logits_TE,
         selection=(logits_TE if space == "logits" else scores_TE).detach(),
         allowed=allowed_TE if groups else None,
@@ -113,12 +113,12 @@ def _(
     num_tokens, num_experts = logits.shape
     new = logits.new_empty
     return (
-        new((num_tokens, top_k), dtype=torch.int64),
         new((num_tokens, top_k), dtype=torch.float32),
         new((num_tokens, num_experts), dtype=torch.float32),
-        new((num_experts,), dtype=torch.int64),
-        new((num_tokens,), dtype=torch.float32),
         new((num_tokens if wants_clean else 0, num_experts), dtype=torch.float32),
+        new((num_tokens,), dtype=torch.float32),
+        new((num_tokens, top_k), dtype=torch.int64),
+        new((num_experts,), dtype=torch.int64),
         new((num_tokens if num_groups else 0, num_experts), dtype=torch.bool),
         new((num_tokens,), dtype=torch.bool),
     )
@@ -162,7 +162,8 @@ def _(
 
 def _router_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, _, mask, _, score, _, normalize, scale, _, _, wants_clean = inputs
-    indices, _, scores, _, _, _, _, bad = output
+    _, scores, _, cutoff, indices, counts, allowed, bad = output
+    ctx.mark_non_differentiable(cutoff, indices, counts, allowed, bad)
     ctx.save_for_backward(scores, indices, mask, bad)
     ctx.options = score, normalize, scale, logits.dtype
     ctx.wants_clean = wants_clean
@@ -170,7 +171,7 @@ def _router_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 
 
 def _router_gradient(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    _, grad_weights, grad_scores, _, _, grad_clean, _, _ = grads
+    grad_weights, grad_scores, grad_clean, *_ = grads
     scores, indices, mask, bad = ctx.saved_tensors
     grad_clean = grad_clean if ctx.wants_clean else None
     return router_backward(grad_weights, grad_scores, grad_clean, scores, indices, mask, bad, *ctx.options), *[None] * 10

@@ -259,7 +259,7 @@ def router_forward(
     group_top_k: int,
     wants_clean: bool,
 ) -> tuple[Tensor, ...]:
-    """indices, weights, scores, counts, cutoff, clean logits, allowed, bad rows. `num_groups` 0: no groups."""
+    """weights, scores, clean logits, cutoff, indices, counts, allowed, bad rows. `num_groups` 0: no groups."""
     num_tokens, num_experts = logits_TE.shape
     logits_TE = logits_TE.contiguous()
     new = logits_TE.new_empty
@@ -293,7 +293,7 @@ def router_forward(
             CLEAN=wants_clean,
         )
     counts_E = partial_PE.sum(dim=0, dtype=torch.int64)
-    return indices_TK, weights_TK, scores_TE, counts_E, cutoff_T, clean_TE, allowed_TE, bad_T
+    return weights_TK, scores_TE, clean_TE, cutoff_T, indices_TK, counts_E, allowed_TE, bad_T
 
 
 def router_backward(

@@ -235,9 +235,9 @@ def test_no_tensor_is_larger_than_the_logits():
 
 def test_operators_hold_to_the_rules_of_torch():
     mask = torch.rand(6) > 0.5
-    for options in [(None, None, 2, "sigmoid", "logits", False, 1.0, 0, 0, False)] + [
-        (torch.randn(8), mask, 2, "softmax", "scores", True, 2.0, 4, 2, True)
-    ]:
+    plain = None, None, 2, "sigmoid", "logits", False, 1.0, 0, 0, False
+    rich = torch.randn(8), mask, 2, "softmax", "scores", True, 2.0, 4, 2, True
+    for options in (plain, rich):
         torch.library.opcheck(ops.router_forward, (torch.randn(6, 8, requires_grad=True), *options))
 
 
