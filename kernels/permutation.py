@@ -45,10 +45,25 @@ def unpermute(rows_RD: Tensor, weights_TK: Tensor, slots_R: Tensor) -> Tensor:
 
 def _to_slots(rows_RD: Tensor, slots_R: Tensor, num_tokens: int, top_k: int) -> Tensor:
     """(R, D) -> (T, K, D), 0 where an assignment has no row. No slot is written twice, so the order of writes cannot matter."""
-    width = rows_RD.shape[1]
-    complete = rows_RD.shape[0] == num_tokens * top_k
-    make = rows_RD.new_empty if complete else rows_RD.new_zeros
-    return make(num_tokens * top_k, width).index_copy_(0, slots_R, rows_RD).view(num_tokens, top_k, width)
+    width, num_slots = rows_RD.shape[1], num_tokens * top_k
+    if rows_RD.shape[0] == num_slots:
+        return _Reorder.apply(rows_RD, slots_R).view(num_tokens, top_k, width)
+    return rows_RD.new_zeros(num_slots, width).index_copy_(0, slots_R, rows_RD).view(num_tokens, top_k, width)
+
+
+class _Reorder(torch.autograd.Function):
+    """out[slots[r]] = rows[r] for a permutation `slots`: both ways gather, which is faster than writing to scattered rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, slots_R: Tensor) -> Tensor:
+        ctx.save_for_backward(slots_R)
+        places_R = torch.arange(slots_R.shape[0], device=slots_R.device)
+        return rows_RD.index_select(0, torch.empty_like(slots_R).index_copy_(0, slots_R, places_R))
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
+        (slots_R,) = ctx.saved_tensors
+        return grad_RD.index_select(0, slots_R), None
 
 
 class _TakeTokens(torch.autograd.Function):

@@ -8,7 +8,7 @@ from torch import nn
 
 from evenload import ExactQuantile, GShardLoss, HistogramQuantile, Router
 from evenload.balancers.recompute import autograd_is_idle
-from evenload.balancers.routing import combine_weights
+from evenload.kernels import combine_weights
 from evenload.kernels import top_k as stable_top_k
 from evenload.models import MoELayer
 from evenload.models.conformance import LayerAdapter
