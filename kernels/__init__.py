@@ -84,8 +84,8 @@ def low_byte_histogram(values_TE: Tensor, high_E: Tensor) -> Tensor:
 
 def uniform_histogram(values_TE: Tensor, low: Tensor, high: Tensor, num_bins: int, mask_T: Tensor | None = None) -> Tensor:
     """(E, num_bins) int64 counts in equal bins over [low, high]: see `histogram.uniform_histogram`."""
-    # A program of the kernel keeps the bins of at least one column in shared memory.
-    if uses_triton(values_TE) and num_bins <= 8192:
+    # A program of the kernel keeps all the bins of a column in registers.
+    if uses_triton(values_TE) and num_bins <= 2048:
         return ops.uniform_histogram(values_TE, low, high, num_bins, mask_T)
     return histogram.uniform_histogram(values_TE, low, high, num_bins, mask_T)
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from .launch import on_device, pow2, programs
 
-BYTE_TILE = {"BLOCK_T": 256, "BLOCK_E": 16}
-UNIFORM_BINS = 8192  # of a program's table: 32 KiB of shared memory
-UNIFORM_TILE = 4096  # elements
+# tl.histogram gives every lane of a warp a register for each 32nd bin, so a program's table has at most 2048 bins.
+BYTE_TILE = {"BLOCK_T": 256, "BLOCK_E": 8}
+UNIFORM_BINS = 2048
+UNIFORM_TILE = 2048  # elements
 NUM_WARPS = 8
 
 

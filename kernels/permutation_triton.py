@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .launch import on_device, pow2
 
-BLOCK_N = 128
+BLOCK_N = 512
+CHUNK = 8  # of a block's assignments, compared with all of them at a time
 MAX_BLOCK_D = 1024
 
 
@@ -49,7 +50,16 @@ def count_block_kernel(
 
 @triton.jit
 def place_kernel(
-    indices, mask, first, slots, num_slots, E: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr
+    indices,
+    mask,
+    first,
+    slots,
+    num_slots,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """slots[place of i] = i, with `first` (B, E + 1) the place of each block's first assignment to each expert."""
     place = tl.arange(0, BLOCK_N)
@@ -57,13 +67,13 @@ def place_kernel(
     at = block * BLOCK_N + place
     inside = at < num_slots
     expert = _expert_of(indices, mask, at, inside, E, K, MASKED)
-    # The same experts laid out along the other axis: loaded again, since transposing a vector is not cheaper.
-    other = tl.arange(0, BLOCK_N)
-    other_at = block * BLOCK_N + other
-    other_expert = _expert_of(indices, mask, other_at, other_at < num_slots, E, K, MASKED)
-    earlier = (other_expert[None, :] == expert[:, None]) & (other[None, :] < place[:, None])
-    rank = tl.sum(earlier.to(tl.int32), axis=1)
-    to = tl.load(first + block * (E + 1) + expert, mask=inside, other=0) + rank
+    to = tl.load(first + block * (E + 1) + expert, mask=inside, other=0)
+    for start in range(0, BLOCK_N, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        other_at = block * BLOCK_N + other
+        other_expert = _expert_of(indices, mask, other_at, other_at < num_slots, E, K, MASKED)
+        earlier = (other_expert[None, :] == expert[:, None]) & (other[None, :] < place[:, None])
+        to += tl.sum(earlier.to(tl.int32), axis=1)
     tl.store(slots + to, at, mask=inside)
 
 
@@ -124,7 +134,7 @@ def expert_order(indices_TK: Tensor, num_experts: int, mask_T: Tensor | None) ->
         through_BE = counts_BE.cumsum(dim=0, dtype=torch.int64)
         starts_E1 = through_BE[-1].cumsum(dim=0) - through_BE[-1]
         first_BE = through_BE - counts_BE + starts_E1
-        place_kernel[(blocks,)](indices_TK, mask, first_BE, slots_N, num_slots, **sizes)
+        place_kernel[(blocks,)](indices_TK, mask, first_BE, slots_N, num_slots, CHUNK=CHUNK, **sizes)
     return slots_N, starts_E1
 
 

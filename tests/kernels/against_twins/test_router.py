@@ -68,6 +68,7 @@ SHAPES = [
     (4, 97, 97),
     (3, 256, 6),
     (2, 1021, 4),
+    (1, 1024, 32),
 ]
 
 
@@ -241,7 +242,7 @@ def test_operators_hold_to_the_rules_of_torch():
         torch.library.opcheck(ops.router_forward, (torch.randn(6, 8, requires_grad=True), *options))
 
 
-@pytest.mark.parametrize("balancers", ["eqb+lei", "qb_histogram+gshard+z_loss", "sinkhorn", "loss_free"])
+@pytest.mark.parametrize("balancers", ["eqb+lei", "qb_histogram+gshard+z_loss", "sinkhorn"])
 def test_the_router_compiles_into_one_graph(balancers):
     results = []
     for compiled in (False, True):
