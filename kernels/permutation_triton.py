@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .launch import on_device, pow2
 
-BLOCK_N = 512
-CHUNK = 8  # of a block's assignments, compared with all of them at a time
+BLOCK_N = 256
+CHUNK = 16  # of a block's assignments, compared with all of them at a time
 MAX_BLOCK_D = 1024
 
 

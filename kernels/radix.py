@@ -27,38 +27,29 @@ def bf16_unkey(keys: Tensor) -> Tensor:
 
 def canonical(values: Tensor) -> Tensor:
     """The same bfloat16 numbers with every -0.0 as 0.0, so that equal numbers have equal bits; the histograms need that."""
-    return values.masked_fill(values == 0, 0.0)
+    bits = values.view(torch.int16)
+    return bits.masked_fill(bits == -32768, 0).view(torch.bfloat16)
 
 
 def high_byte_histogram(values_TE: Tensor) -> Tensor:
     """(E, 256) int32: how many keys of each column have each high byte. `values_TE`: canonical bfloat16 without NaN."""
-    high_TE, _ = _halves(values_TE)
-    return _in_key_order(_count(high_TE, low=-128, num_bins=256))
+    return _in_key_order(_count(values_TE.view(torch.int16) >> 8, low=-128, num_bins=256))
 
 
 def low_byte_histogram(values_TE: Tensor, high_E: Tensor) -> Tensor:
     """(E, 256) int32: low bytes of those keys of column e whose high byte is `high_E[e]`. `values_TE` as above."""
-    num_columns = values_TE.shape[1]
-    high_TE, low_TE = _halves(values_TE)
     negative_E = high_E < 128
-    wanted_E = torch.where(negative_E, -1 - high_E, high_E - 128).to(torch.int8)
-    # Values outside the bin are counted too, in a second table that is thrown away: cheaper than picking the others out.
-    offsets_E = torch.arange(num_columns, dtype=torch.int32, device=values_TE.device) * 256
-    bins_TE = (high_TE != wanted_E).to(torch.int32).mul_(256 * num_columns).add_(low_TE).add_(offsets_E)
-    counts_EB = _bincount(bins_TE, 2 * 256 * num_columns)[: 256 * num_columns].view(num_columns, 256)
+    first_E = (torch.where(negative_E, -1 - high_E, high_E - 128) << 8).to(torch.int16)
+    # int16 differences wrap, so exactly the values of the bin are 0..255 past its first; all others go to two bins beside
+    # it, which is cheaper than picking them out.
+    past_TE = (values_TE.view(torch.int16) - first_E).clamp_(-1, 256)
+    counts_EB = _count(past_TE, low=-1, num_bins=258)[:, 1:-1]
     return torch.where(negative_E[:, None], counts_EB.flip(1), counts_EB)
 
 
 def dense_histogram(values_TE: Tensor) -> Tensor:
     """(E, 65536) int32: every key counted. 256 KiB per column, whatever T. `values_TE` as above."""
     return _in_key_order(_count(values_TE.view(torch.int16), low=-32768, num_bins=65536))
-
-
-def _halves(values_TE: Tensor) -> tuple[Tensor, Tensor]:
-    """The high bytes as int8 and the low bytes as uint8, as views (bf16 is little-endian on every machine torch runs on)."""
-    shape = (*values_TE.shape, 2)
-    contiguous = values_TE.contiguous()
-    return contiguous.view(torch.int8).view(shape)[..., 1], contiguous.view(torch.uint8).view(shape)[..., 0]
 
 
 def _count(codes_TE: Tensor, low: int, num_bins: int) -> Tensor:
@@ -77,4 +68,4 @@ def _in_key_order(counts_EB: Tensor) -> Tensor:
 def _bincount(bins: Tensor, num_bins: int) -> Tensor:
     counts = torch.zeros(num_bins, dtype=torch.int32, device=bins.device)
     flat = bins.flatten()
-    return counts.index_add_(0, flat, torch.ones_like(flat))
+    return counts.index_add_(0, flat, counts.new_ones(1).expand_as(flat))

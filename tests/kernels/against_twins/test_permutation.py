@@ -14,8 +14,8 @@ def choices(tokens, experts, k):
     return torch.rand(tokens, experts).argsort(dim=1)[:, :k]
 
 
-@settings(max_examples=25)
-@given(st.integers(0, 150), st.sampled_from([1, 2, 3, 7, 16, 97]), st.integers(1, 5), st.booleans())
+@settings(max_examples=15)
+@given(st.integers(0, 200), st.sampled_from([1, 2, 3, 7, 16, 97]), st.integers(1, 5), st.booleans())
 def test_order(tokens, experts, k, masked):
     indices = choices(tokens, experts, min(k, experts))
     mask = torch.rand(tokens) > 0.4 if masked else None
@@ -26,8 +26,8 @@ def test_order(tokens, experts, k, masked):
 
 
 def test_order_where_one_expert_has_everything():
-    indices = torch.full((400, 1), 4)
-    assert torch.equal(ops.expert_order(indices, 9, None)[0], torch.arange(400))
+    indices = torch.full((600, 1), 4)
+    assert torch.equal(ops.expert_order(indices, 9, None)[0], torch.arange(600))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -56,7 +56,7 @@ def test_rows_and_their_gradients(dtype, shape):
         torch.testing.assert_close(found, expected, **close, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 20))
 def test_there_and_back_is_the_identity(tokens, experts, width):
     k = min(3, experts)
