@@ -79,13 +79,13 @@ def cases() -> dict[str, Callable[[], Any]]:
         return lambda: router_triton.router_forward(logits_TE, torch.zeros(E) if bias else None, mask, k, *options)
 
     def backward(E: int, k: int, score: str, normalize: bool, parts: int) -> Any:
-        grads: list[Tensor | None] = [torch.zeros(16, k), torch.zeros(16, E), torch.zeros(16, E)]
-        grads[parts:] = [None] * (3 - parts)
+        of_weights = torch.zeros(16, k)
+        of_scores = torch.zeros(16, E) if parts > 1 else None
+        of_clean = torch.zeros(16, E) if parts > 2 else None
         scores_TE, indices_TK = torch.zeros(16, E), torch.zeros(16, k, dtype=torch.int64)
         mask = mask_T if parts > 1 else None
-        return lambda: router_triton.router_backward(
-            *grads, scores_TE, indices_TK, mask, mask_T, score, normalize, 2.5, torch.bfloat16
-        )
+        rest = scores_TE, indices_TK, mask, mask_T, score, normalize, 2.5, torch.bfloat16
+        return lambda: router_triton.router_backward(of_weights, of_scores, of_clean, *rest)
 
     wide_TE, x_TD = torch.zeros(16, 64), torch.zeros(16, 1024, dtype=torch.bfloat16)
     indices_TK, weights_TK = torch.zeros(16, 2, dtype=torch.int64), torch.zeros(16, 2)

@@ -258,7 +258,7 @@ def router_forward(
     num_groups: int,
     group_top_k: int,
     wants_clean: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """weights, scores, clean logits, cutoff, indices, counts, allowed, bad rows. `num_groups` 0: no groups."""
     num_tokens, num_experts = logits_TE.shape
     logits_TE = logits_TE.contiguous()
