@@ -73,12 +73,13 @@ def cases() -> dict[str, Callable[[], Any]]:
     slots_R = torch.arange(32)
     low, high, mask_T = torch.tensor(-1.0), torch.tensor(1.0), torch.ones(16, dtype=torch.bool)
 
-    def forward(E: int, k: int, *options: Any, dtype: torch.dtype = torch.float32, bias: bool = True, **more: Any) -> Any:
-        logits_TE = torch.zeros(16, E, dtype=dtype)
-        mask = mask_T if more.pop("masked", False) else None
-        return lambda: router_triton.router_forward(logits_TE, torch.zeros(E) if bias else None, mask, k, *options)
+    def forward(
+        E: int, k: int, *options: Any, dtype: torch.dtype = torch.float32, bias: bool = True, masked: bool = False
+    ) -> Callable[[], Any]:
+        logits_TE, bias_E, mask = torch.zeros(16, E, dtype=dtype), torch.zeros(E) if bias else None, mask_T if masked else None
+        return lambda: router_triton.router_forward(logits_TE, bias_E, mask, k, *options)
 
-    def backward(E: int, k: int, score: str, normalize: bool, parts: int) -> Any:
+    def backward(E: int, k: int, score: str, normalize: bool, parts: int) -> Callable[[], Any]:
         of_weights = torch.zeros(16, k)
         of_scores = torch.zeros(16, E) if parts > 1 else None
         of_clean = torch.zeros(16, E) if parts > 2 else None
