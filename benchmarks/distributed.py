@@ -1,309 +1,397 @@
-"""Where the time of a step goes over several ranks, and what balancing costs as models get deeper.
+"""Where the time of a distributed training step goes, and what balancing a model costs in it.
 
-    python benchmarks/distributed.py                  # both tables, about ten minutes on 2 cores
-    python benchmarks/distributed.py --steps 4 --layers 4 16
+    python benchmarks/distributed.py              # both tables; results/distributed.json and .txt
+    python benchmarks/distributed.py --quick      # the same on fewer turns and shallower models, not kept
 
-First table: one GPT-MoE on 1, 2 and 4 ranks of this machine, in several layouts. Tokens/s is of all ranks, in the median step.
-The shares come from torch's profiler on the first rank, in other steps: "dispatch" is sorting rows, all-to-all and waiting for
-it, in both directions; "FSDP" gathering parameters and reducing gradients; "balance" balance_step. Waiting for a slower rank
-counts where the wait happens. More ranks than cores take turns: the table shows where time goes, not how it scales.
+The first table trains one model over 1, 2 and 4 ranks of this machine; the layouts of a world size take turns. Every rank has
+as many tokens whatever the layout. tokens/s is of all ranks, from steps that nothing watches. The shares are from further steps
+under torch.profiler, averaged over ranks. What counts, forward and backward, as
 
-Second table: balance_step of every balancer on two ranks, its share of the step, its collectives and bytes, with 4, 16 and 64
-layers. All balancers take turns within one run. Over gloo on CPUs, or NCCL where there is a GPU for every rank.
+    FSDP       the ranges that FSDP2 marks: parameters gathered and freed, gradients reduced
+    dispatch   the dispatcher's three methods and the autograd nodes they made: permutation, all-to-all, combination
+    balance    balance_step
+    optimizer  the update
+    rest       the model itself, and the sums of loss and gradient norm
+
+includes the wait for slower ranks. Ranks on fewer cores wait for each other's turn, so the tables say where time goes and
+nothing about scaling.
+
+The second table has every registered balancer with 4, 16 and 64 MoE layers on 2 ranks: the time of balance_step, its share of
+the step, and what it hands to the network. The model is narrow, so that 64 layers fit: balance_step does not depend on the
+width of the model and everything else does, so its share of a wider model's step is smaller.
+
+Ranks have a GPU each and NCCL where there are enough of them, else CPU and gloo. On GPUs the shares are of the host's time.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import socket
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
 from torch import multiprocessing as mp
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from evenload.balancers import balance_step
 from evenload.balancers.registry import BALANCERS
-from evenload.models import GPT, GPTConfig, MoELayer
+from evenload.models import GPT, GPTConfig
 from evenload.train import step as step_module
 from evenload.train.config import OptimConfig
 from evenload.train.layout import Layout
 from evenload.train.mixture import Batch
 from evenload.train.optim import make_optimizer
-from evenload.train.parallel import build_sharded, make_meshes
-from evenload.train.step import train_step
-from evenload.train.world import World
+from evenload.train.parallel import build_sharded, make_meshes, moe_layers
+from evenload.train.runtime import choose_device, tune_allocator
+from evenload.train.world import World, joined
 
 RESULTS = Path(__file__).parent / "results"
-LAYOUTS = [Layout(1, 1, 1), *(Layout(1, 2, ep) for ep in (1, 2)), *(Layout(1, 4, ep) for ep in (1, 2, 4)), Layout(2, 2, 2)]
-MODEL = GPTConfig(
-    vocab_size=2048,
-    d_model=128,
-    num_layers=4,
-    num_experts=16,
-    top_k=2,
-    expert_hidden=256,
-    shared_hidden=256,
-    balancers="eqb+lei",
-)
-DEEP = {"vocab_size": 256, "d_model": 32, "num_experts": 64, "top_k": 4, "expert_hidden": 16}
-ROWS, LENGTH = 8, 256  # sequences and tokens of a step, over all ranks
-DEEP_ROWS, DEEP_LENGTH = 4, 128
-# What the profiler calls the parts of a step; a range inside another one of these is counted with the outer one.
-PARTS = {
-    "dispatch": (
-        "benchmark::dispatch",
-        "_c10d_functional::all_to_all",
-        "GeneratedBackwardFor__c10d_functional_all_to_all",
-        "_Reorder",
-    ),
-    "FSDP": ("FSDP::",),
-    "balance": ("benchmark::balance",),
+LAYOUTS = {
+    1: [Layout()],
+    2: [Layout(1, 2, 1), Layout(1, 2, 2)],
+    4: [Layout(1, 4, 1), Layout(1, 4, 2), Layout(1, 4, 4), Layout(2, 2, 2)],
 }
+PARTS = ("FSDP", "dispatch", "balance", "optimizer")  # a moment that two of them claim belongs to the first
+SPECS = ("none", *BALANCERS, "eqb+lei")
+WARM_UP = 2
+MODEL = GPTConfig(d_model=128, num_layers=4, num_heads=4, num_kv_heads=2, num_experts=16, top_k=2, expert_hidden=256)
+ROWS, LENGTH = 4, 128
+NARROW = GPTConfig(
+    vocab_size=256, d_model=64, num_layers=4, num_heads=2, num_kv_heads=1, num_experts=32, top_k=4, expert_hidden=16
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12, help="measured steps, after 3 others")
-    parser.add_argument("--layers", type=int, nargs="+", default=[4, 16, 64])
-    parser.add_argument("--out", type=Path, default=RESULTS / "distributed.json")
+    parser.add_argument("--quick", action="store_true", help="3 turns, 4 and 16 layers; nothing is written without --out")
+    parser.add_argument("--turns", type=int, help="steps of a layout, and of a balancer with 4 layers; fewer with more (20)")
+    parser.add_argument("--layers", type=int, nargs="+", help="of the second table (default 4 16 64)")
+    parser.add_argument("--out", type=Path, help="default results/distributed.json; the table goes beside it as .txt")
     arguments = parser.parse_args()
-    layouts = []
-    for layout in LAYOUTS:
-        say(f"layout {layout}")
-        layouts.append(
-            {"layout": str(layout), "ranks": layout.world, **run(measure_layout, layout.world, layout, arguments.steps)}
-        )
-    balancing = []
-    for layers in arguments.layers:
-        say(f"every balancer with {layers} layers")
-        balancing += run(measure_balancers, 2, layers, arguments.steps)
+    turns = arguments.turns or (3 if arguments.quick else 20)
+    layers = arguments.layers or ([4, 16] if arguments.quick else [4, 16, 64])
+    if turns < 2:
+        sys.exit(f"--turns {turns}: a median wants at least 2")
+    tasks = [(world, layouts_of_a_world, (turns, 1 if arguments.quick else 3)) for world in LAYOUTS]
+    tasks += [(2, balancers_of_a_depth, (depth, max(3, turns * 4 // depth))) for depth in layers]
+    busy = os.getloadavg()[0]
+    answers = [run(*task) for task in tasks]
     result = {
         "torch": torch.__version__,
         "cores": os.cpu_count(),
-        "device": torch.cuda.get_device_name() if on_gpu(4) else "cpu",
-        "layouts": layouts,
-        "balancing": balancing,
+        "load": {"before": busy, "after": os.getloadavg()[0]},
+        "turns": turns,
+        "layouts": [row for answer in answers[: len(LAYOUTS)] for row in answer],
+        "balancers": [row for answer in answers[len(LAYOUTS) :] for row in answer],
     }
-    arguments.out.parent.mkdir(exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    arguments.out.with_suffix(".txt").write_text(table(result) + "\n")
-    print(table(result))
+    text = table(result)
+    print(text)
+    out = arguments.out or (None if arguments.quick else RESULTS / "distributed.json")
+    if out is not None:
+        out.parent.mkdir(exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+        out.with_suffix(".txt").write_text(text + "\n")
 
 
-def say(line: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
-
-
-def on_gpu(world: int) -> bool:
-    return torch.cuda.is_available() and torch.cuda.device_count() >= world
-
-
-def run(work: Callable[..., Any], world: int, *args: Any) -> Any:
-    """`work(world, *args)` on every rank of a new group; what the first one returns."""
+def run(world: int, work: Any, options: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """What `work(world, device, *options)` returns on the first of `world` new processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    answers = mp.get_context("spawn").SimpleQueue()
-    context = mp.spawn(_rank, args=(world, port, answers, work, args), nprocs=world, join=False)
-    answer = answers.get()
-    context.join()
-    return answer
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        mp.spawn(_rank, args=(world, port, work, options, answer), nprocs=world)
+        return json.loads(answer.read_text())
 
 
-def _rank(rank: int, world: int, port: int, answers: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(rank: int, size: int, port: int, work: Any, options: tuple[Any, ...], answer: Path) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    tune_allocator()
     torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if on_gpu(world) else torch.device("cpu")
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    answer = work(World(rank, world, rank), device, *args)
+    world = World(rank, size, rank, timeout=120.0)
+    device = choose_device("cuda" if torch.cuda.device_count() >= size else "cpu", rank)
+    with joined(world, device):
+        rows = work(world, device, *options)
     if rank == 0:
-        answers.put(answer)
-    dist.barrier()
-    dist.destroy_process_group()
+        answer.write_text(json.dumps(rows))
 
 
-def measure_layout(world: World, device: torch.device, layout: Layout, steps: int) -> dict[str, Any]:
-    """Tokens/s, and the share of each part of a step."""
-    torch.manual_seed(0)
-    model = build(MODEL, layout, device)
-    optimizer = make_optimizer(model, OptimConfig())
-    batch = batch_of(world, ROWS, LENGTH, MODEL.vocab_size)
-
-    def step() -> float:
-        start = time.perf_counter()
-        train_step(model, optimizer, [batch], clip=1.0, world=world, replicas=layout.dp_replicate)
-        return time.perf_counter() - start  # train_step reads the loss, which waits for the device
-
-    for _ in range(3):
-        step()
-    seconds = statistics.median(step() for _ in range(steps))
-    shares: dict[str, list[float]] = {part: [] for part in PARTS}
-    with watched(model):
-        for _ in range(max(2, steps // 2)):
-            for part, share in profiled(step).items():
-                shares[part].append(share)
-    medians = {part: statistics.median(values) for part, values in shares.items()}
-    return {"tokens_per_second": ROWS * LENGTH / seconds, "ms": 1e3 * seconds, "shares": medians}
+def layouts_of_a_world(world: World, device: torch.device, turns: int, profiled: int) -> list[dict[str, Any]]:
+    """Rows of the first table: every layout of `world` takes a step in every turn."""
+    trainers = [Trainer(MODEL, layout, world, device) for layout in LAYOUTS[world.size]]
+    for _ in progress(f"{world.size} rank(s)", turns + WARM_UP, world):
+        for trainer in trainers:
+            trainer.step()
+    rows = []
+    for trainer in trainers:
+        shares = [trainer.profiled_step() for _ in range(profiled)]
+        own = {part: statistics.median(share[part] for share in shares) for part in PARTS}
+        everybody = gathered((own, trainer.seconds[WARM_UP:]), world)
+        seconds = statistics.median(max(times) for times in zip(*(times for _, times in everybody), strict=True))
+        rows.append({
+            **dataclasses.asdict(trainer.layout), "device": device.type, "ms": 1e3 * seconds,
+            "tokens_per_second": world.size * ROWS * LENGTH / seconds,
+            "shares": {part: statistics.fmean(share[part] for share, _ in everybody) for part in PARTS},
+        })  # fmt: skip
+    return rows
 
 
-def build(config: GPTConfig, layout: Layout, device: torch.device) -> GPT:
-    if layout.world == 1:
-        return GPT(config).to(device)
-    return build_sharded(
-        config, make_meshes(layout, device.type, 600), device, torch.bfloat16 if device.type == "cuda" else None
-    )
+def balancers_of_a_depth(world: World, device: torch.device, depth: int, turns: int) -> list[dict[str, Any]]:
+    """Rows of the second table: models of `depth` layers, one per balancer, take a step each in every turn."""
+    config = dataclasses.replace(NARROW, num_layers=depth)
+    layout = Layout(1, world.size, 1)
+    trainers = {
+        spec: Trainer(dataclasses.replace(config, balancers=spec), layout, world, device)
+        for spec in progress_over(SPECS, f"{depth} layers, building", world)
+    }
+    for _ in progress(f"{depth} layers", turns + WARM_UP, world):
+        for trainer in trainers.values():
+            trainer.step()
+    rows = []
+    for spec, trainer in trainers.items():
+        milliseconds = [1e3 * seconds for seconds in trainer.balancing[WARM_UP:]]
+        shares = [a / b for a, b in zip(trainer.balancing[WARM_UP:], trainer.seconds[WARM_UP:], strict=True)]
+        rows.append({
+            "balancer": spec, "layers": depth, "steps": turns, "device": device.type, "ms": statistics.median(milliseconds),
+            "share": statistics.median(shares), "step_ms": 1e3 * statistics.median(trainer.seconds[WARM_UP:]),
+            "collectives": trainer.meter.calls, "bytes": trainer.meter.bytes,
+        })  # fmt: skip
+    return rows
 
 
-def batch_of(world: World, rows: int, length: int, vocabulary: int) -> Batch:
-    """This rank's share of a step's sequences."""
-    tokens = torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(1))[world.rank :: world.size]
-    return Batch(tokens, tokens.roll(-1, 1), torch.zeros_like(tokens), (0,))
+class Trainer:
+    """A model in a layout, the seconds of its steps, and what balance_step sent in the last one."""
 
-
-@contextlib.contextmanager
-def watched(model: GPT) -> Iterator[None]:
-    """Context in which the profiler sees dispatching and balancing under names of their own."""
-    for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
-        for name in ("dispatch", "receive", "combine"):
-            setattr(layer.dispatcher, name, named("benchmark::dispatch", getattr(layer.dispatcher, name)))
-    original, step_module.balance_step = step_module.balance_step, named("benchmark::balance", step_module.balance_step)
-    try:
-        yield
-    finally:
-        step_module.balance_step = original
-
-
-def named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **options: Any) -> Any:
-        with record_function(name):
-            return function(*args, **options)
-
-    return call
-
-
-def profiled(step: Callable[[], float]) -> dict[str, float]:
-    """Share of a step's time that each part takes on this rank's processor."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        seconds = step()
-    totals = dict.fromkeys(PARTS, 0.0)
-    for event in profiler.events():
-        part = part_of(event.name)
-        if part is not None and not inside_a_part(event):
-            totals[part] += event.cpu_time_total / 1e6
-    return {part: total / seconds for part, total in totals.items()}
-
-
-def part_of(name: str) -> str | None:
-    return next((part for part, beginnings in PARTS.items() if name.startswith(beginnings)), None)
-
-
-def inside_a_part(event: Any) -> bool:
-    outer = event.cpu_parent
-    while outer is not None:
-        if part_of(outer.name) is not None:
-            return True
-        outer = outer.cpu_parent
-    return False
-
-
-def measure_balancers(world: World, device: torch.device, layers: int, steps: int) -> list[dict[str, Any]]:
-    """balance_step of every balancer, all taking turns: milliseconds, share of the step, collectives and bytes."""
-    models = {}
-    for name in BALANCERS:
+    def __init__(self, config: GPTConfig, layout: Layout, world: World, device: torch.device) -> None:
         torch.manual_seed(0)
-        model = build(GPTConfig(**DEEP, num_layers=layers, balancers=name), Layout(1, 2, 1), device)
-        models[name] = (model, make_optimizer(model, OptimConfig()))
-    batch = batch_of(world, DEEP_ROWS, DEEP_LENGTH, int(DEEP["vocab_size"]))
-    meters = {name: Meter() for name in models}
-    for turn in range(steps + 1):
-        for name, (model, optimizer) in models.items():
-            meters[name].step(model, optimizer, batch, world, keep=turn > 0)
-    return [{"balancer": name, "layers": layers, **meter.summary()} for name, meter in meters.items()]
+        self.layout, self.world, self.device = layout, world, device
+        if world.size > 1:
+            self.model: GPT = build_sharded(config, make_meshes(layout, device.type, world.timeout), device, None)
+        else:
+            self.model = GPT(config).to(device)
+        self.optimizer = make_optimizer(self.model, OptimConfig())
+        generator = torch.Generator().manual_seed(world.rank)
+        tokens = torch.randint(config.vocab_size, (ROWS, LENGTH), generator=generator)
+        self.batch = Batch(tokens, tokens.roll(-1, 1), torch.zeros_like(tokens), (0,) * ROWS)
+        self.meter = Meter()
+        self.seconds: list[float] = []
+        self.balancing: list[float] = []
+
+    def step(self) -> None:
+        if self.world.size > 1:
+            dist.barrier()
+        with patched(step_module, "balance_step", self._balance):
+            start = self._now()
+            result = step_module.train_step(
+                self.model, self.optimizer, [self.batch], world=self.world, replicas=self.layout.dp_replicate
+            )
+            self.seconds.append(self._now() - start)
+        if not result.good:
+            raise RuntimeError(f"{self.layout}: non-finite loss or gradient")
+
+    def profiled_step(self) -> dict[str, float]:
+        """{part: its share of a step}."""
+        nodes: list[tuple[int, int]] = []
+        layers = moe_layers(self.model)
+        plain = [layer.dispatcher for layer in layers]
+        for layer in layers:
+            layer.dispatcher = WatchedDispatcher(layer.dispatcher, nodes)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("step"):
+            self.step()
+        for layer, dispatcher in zip(layers, plain, strict=True):
+            layer.dispatcher = dispatcher
+        self.seconds.pop()
+        self.balancing.pop()
+        return shares_of(profiler.events(), nodes)
+
+    def _balance(self, model: nn.Module) -> Any:
+        with record_function("balance"), self.meter.watch():
+            start = self._now()
+            report = balance_step(model)
+            self.balancing.append(self._now() - start)
+        return report
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+class WatchedDispatcher:
+    """A dispatcher whose calls are ranges of the profile; `nodes` gets which autograd nodes they made."""
+
+    def __init__(self, inner: Any, nodes: list[tuple[int, int]]) -> None:
+        self.inner, self.nodes = inner, nodes
+        self.capacity_factor = inner.capacity_factor
+
+    def dispatch(self, x: Tensor, indices: Tensor, mask: Tensor | None = None, *, limited: bool = True) -> Any:
+        with self._range():
+            return self.inner.dispatch(x, indices, mask, limited=limited)
+
+    def receive(self, rows: Tensor, plan: Any) -> Tensor:
+        with self._range():
+            return self.inner.receive(rows, plan)
+
+    def combine(self, rows: Tensor, weights: Tensor, plan: Any) -> Tensor:
+        with self._range():
+            return self.inner.combine(rows, weights, plan)
+
+    @contextlib.contextmanager
+    def _range(self) -> Iterator[None]:
+        first = torch.autograd._get_sequence_nr()
+        with record_function("dispatch"):
+            yield
+        self.nodes.append((first, torch.autograd._get_sequence_nr()))
 
 
 class Meter:
-    """Times train_step and the balance_step inside of it, and counts what the latter sends."""
+    """Counts what a step's balance_step hands to collectives: calls, and bytes per rank."""
 
     def __init__(self) -> None:
-        self.ms: list[float] = []
-        self.shares: list[float] = []
-        self.collectives = self.bytes = 0
+        self.calls = self.bytes = 0
 
-    def step(self, model: GPT, optimizer: torch.optim.Optimizer, batch: Batch, world: World, *, keep: bool) -> None:
-        inside = 0.0
-        original, all_reduce = step_module.balance_step, dist.all_reduce
-        self.collectives = self.bytes = 0
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        self.calls = self.bytes = 0
+        all_reduce = dist.all_reduce
 
-        def counted(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-            self.collectives += 1
-            self.bytes += tensor.nbytes
-            return all_reduce(tensor, *args, **options)
+        def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            self.bytes += tensor.numel() * tensor.element_size()
+            return all_reduce(tensor, *args, **kwargs)
 
-        def timed(*args: Any) -> Any:
-            nonlocal inside
-            dist.barrier()  # else it would wait in there for the slower rank's backward
-            dist.all_reduce = counted
-            start = time.perf_counter()
-            try:
-                return original(*args)
-            finally:
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
-                inside = time.perf_counter() - start
-                dist.all_reduce = all_reduce
+        with patched(dist, "all_reduce", counted), contextlib.ExitStack() as refused:
+            for name in ("all_gather", "all_gather_into_tensor", "all_gather_single", "all_to_all_single", "broadcast"):
+                if hasattr(dist, name):
+                    refused.enter_context(patched(dist, name, _uncounted))
+            yield
 
-        step_module.balance_step = timed
-        start = time.perf_counter()
-        try:
-            train_step(model, optimizer, [batch], world=world)
-        finally:
-            step_module.balance_step = original
-        if keep:
-            self.ms.append(1e3 * inside)
-            self.shares.append(inside / (time.perf_counter() - start))
 
-    def summary(self) -> dict[str, Any]:
-        return {
-            "ms": statistics.median(self.ms),
-            "share": statistics.median(self.shares),
-            "collectives": self.collectives,
-            "bytes": self.bytes,
-        }
+def _uncounted(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("balance_step used a collective that this benchmark does not count")
+
+
+@contextlib.contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def shares_of(events: Any, nodes: list[tuple[int, int]]) -> dict[str, float]:
+    """{part: its share of the range "step"}; no moment counts twice.
+
+    nodes: [first, last) sequence numbers of the autograd nodes that dispatching made.
+    """
+    dispatching = {number for first, last in nodes for number in range(first, last)}
+    spans: dict[str, list[tuple[float, float]]] = {part: [] for part in PARTS}
+    whole = 0.0
+    for event in events:
+        if event.device_type != DeviceType.CPU:
+            continue
+        span = (event.time_range.start, event.time_range.end)
+        if event.name == "step":
+            whole = span[1] - span[0]
+        elif event.name.startswith("FSDP::"):
+            spans["FSDP"].append(span)
+        elif event.name in ("dispatch", "balance"):
+            spans[event.name].append(span)
+        elif event.name.startswith("Optimizer.step#"):
+            spans["optimizer"].append(span)
+        elif event.name.startswith("autograd::engine::evaluate_function") and event.sequence_nr in dispatching:
+            spans["dispatch"].append(span)
+    shares, taken, before = {}, [], 0.0
+    for part in PARTS:
+        taken += spans[part]
+        covered = length_of_union(taken)
+        shares[part] = (covered - before) / whole
+        before = covered
+    return shares
+
+
+def length_of_union(spans: list[tuple[float, float]]) -> float:
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def gathered(value: Any, world: World) -> list[Any]:
+    """Every rank's value, in rank order."""
+    values: list[Any] = [value] * world.size
+    if world.size > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def progress(what: str, total: int, world: World) -> Iterator[int]:
+    """0 ... total - 1; the first rank says how far it is, and how long the rest will take."""
+    return progress_over(range(total), what, world)
+
+
+def progress_over(items: Any, what: str, world: World) -> Iterator[Any]:
+    began = time.monotonic()
+    for done, item in enumerate(items, 1):
+        yield item
+        if world.is_main:
+            left = (time.monotonic() - began) / done * (len(items) - done)
+            print(f"{what}: {done}/{len(items)}, {left:.0f} s left", file=sys.stderr, flush=True)
 
 
 def table(result: dict[str, Any]) -> str:
+    load = result["load"]
     lines = [
-        f"{result['device']}, {result['cores']} cores; d_model {MODEL.d_model}, {MODEL.num_layers} layers of "
-        f"{MODEL.num_experts} experts, top-{MODEL.top_k}, {MODEL.balancers}; {ROWS} x {LENGTH} tokens a step over all ranks",
-        f"{'layout':<34}{'ranks':>6}{'tokens/s':>10}{'ms/step':>9}"
-        + "".join(f"{part:>10}" for part in PARTS)
-        + f"{'the rest':>10}",
+        f"torch {result['torch']}, {result['cores']} cores, one thread per rank; load average before and after: "
+        f"{load['before']:.1f} and {load['after']:.1f}",
+        "",
+        f"{describe(MODEL)}, eqb+lei, fp32; {ROWS} x {LENGTH} tokens per rank and step; median of {result['turns']} steps",
+        f"{'ranks':>5} {'layout':<34} {'':>5} {'tokens/s':>9} {'ms/step':>8}" + "".join(f"{p:>11}" for p in (*PARTS, "rest")),
     ]
     for row in result["layouts"]:
-        shares = [*row["shares"].values(), 1 - sum(row["shares"].values())]
+        layout = Layout(row["dp_replicate"], row["dp_shard"], row["ep"])
+        shares = [row["shares"][part] for part in PARTS]
+        cells = "".join(f"{share:>11.1%}" for share in (*shares, 1 - sum(shares)))
+        over = "  more ranks than cores" if row["device"] == "cpu" and layout.world > result["cores"] else ""
         lines.append(
-            f"{row['layout']:<34}{row['ranks']:>6}{row['tokens_per_second']:>10,.0f}{row['ms']:>9.0f}"
-            + "".join(f"{share:>10.1%}" for share in shares)
+            f"{layout.world:>5} {layout!s:<34} {row['device']:>5} {row['tokens_per_second']:>9,.0f} {row['ms']:>8.0f}"
+            f"{cells}{over}"
         )
     lines += [
+        "shares of the step, waiting for other ranks included; where time goes, not how it scales",
         "",
-        f"balance_step on 2 ranks; d_model {DEEP['d_model']}, {DEEP['num_experts']} experts, top-{DEEP['top_k']}, "
-        f"{DEEP_ROWS} x {DEEP_LENGTH} tokens a step",
-        f"{'balancer':<14}{'layers':>7}{'ms':>9}{'of the step':>13}{'collectives':>13}{'KiB per rank':>14}",
+        f"balance_step on 2 ranks: {describe(NARROW)}; {ROWS} x {LENGTH} tokens per rank and step",
+        f"{'balancer':<14}{'layers':>7}{'steps':>7}{'ms':>9}{'ms/step':>9}{'share':>8}{'collectives':>13}{'bytes/rank':>16}",
     ]
-    for row in sorted(result["balancing"], key=lambda row: (list(BALANCERS).index(row["balancer"]), row["layers"])):
-        lines.append(
-            f"{row['balancer']:<14}{row['layers']:>7}{row['ms']:>9.2f}{row['share']:>13.1%}{row['collectives']:>13}"
-            f"{row['bytes'] / 1024:>14,.1f}"
-        )
+    for spec in dict.fromkeys(row["balancer"] for row in result["balancers"]):
+        lines += [
+            f"{spec:<14}{row['layers']:>7}{row['steps']:>7}{row['ms']:>9.2f}{row['step_ms']:>9.0f}{row['share']:>8.1%}"
+            f"{row['collectives']:>13}{row['bytes']:>16,}"
+            for row in result["balancers"]
+            if row["balancer"] == spec
+        ]
     return "\n".join(lines)
+
+
+def describe(config: GPTConfig) -> str:
+    return (
+        f"d_model {config.d_model}, {config.num_experts} experts of {config.expert_hidden}, top_k {config.top_k}, "
+        f"vocab {config.vocab_size}"
+    )
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from torch import distributed as dist
 from torch import multiprocessing as mp
 
 TIMEOUT = datetime.timedelta(seconds=60)
+GROUPS = 60  # process groups that calls may leave behind: gloo's threads of each look for messages for ever
 
 
 class Ranks:
@@ -31,11 +32,13 @@ class Ranks:
         if world not in self._worlds:
             self._worlds[world] = World(world)
         answers = self._worlds[world].ask((inspect.getfile(function), function.__name__, args))
-        failures = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(answers) if not ok]
+        failures = [f"rank {rank}:\n{value}" for rank, (ok, value, _) in enumerate(answers) if not ok]
+        # A rank that failed has left the others inside a collective.
+        if failures or max(groups for _, _, groups in answers) > GROUPS:
+            self._worlds.pop(world).stop()
         if failures:
-            self._worlds.pop(world).stop()  # a rank that failed has left the others inside a collective
             raise AssertionError("\n".join(failures))
-        return [value for _, value in answers]
+        return [value for _, value, _ in answers]
 
     def stop(self) -> None:
         while self._worlds:
@@ -57,7 +60,7 @@ class World:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def ask(self, call: tuple[Any, ...]) -> list[tuple[bool, Any]]:
+    def ask(self, call: tuple[Any, ...]) -> list[tuple[bool, Any, int]]:
         for pipe in self._pipes:
             pipe.send(call)
         return [pipe.recv() for pipe in self._pipes]
@@ -80,9 +83,10 @@ def _serve(rank: int, world: int, meeting: str, pipe: Any) -> None:
         except EOFError:
             return
         try:
-            pipe.send((True, getattr(_load(path), name)(rank, dist.group.WORLD, *args)))
+            value, ok = getattr(_load(path), name)(rank, dist.group.WORLD, *args), True
         except Exception:
-            pipe.send((False, traceback.format_exc()))
+            value, ok = traceback.format_exc(), False
+        pipe.send((ok, value, len(dist.distributed_c10d._world.pg_map)))
 
 
 def _load(path: str) -> Any:

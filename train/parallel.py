@@ -164,25 +164,26 @@ def _initialise(model: GPT, twin: GPT, device: torch.device) -> int:
     """
     total = 0
 
-    def give(prefix: str, tensors: dict[str, Tensor]) -> None:
+    def give(part: nn.Module, tensors: dict[str, Any]) -> None:
         nonlocal total
         total += sum(checksum(tensor) for tensor in tensors.values())
-        whole: dict[str, Any] = {prefix + name: tensor for name, tensor in tensors.items()}
-        set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True, strict=False))
+        set_model_state_dict(part, tensors, options=StateDictOptions(full_state_dict=True, strict=False))
 
     twin.embedding = nn.Parameter(torch.empty_like(twin.embedding, device=device))
     twin.reset_embedding()
-    give("", {"embedding": twin.embedding.detach()})
+    give(model, {"embedding": twin.embedding.detach()})
     twin.embedding = nn.Parameter(twin.embedding.to("meta"))
-    parts = [*((f"blocks.{number}.", block) for number, block in enumerate(twin.blocks)), ("final_norm.", twin.final_norm)]
-    if twin.head is not None:
-        parts.append(("head.", twin.head))
-    for prefix, part in parts:
-        part.to_empty(device=device)
-        cast(Block, part).reset_parameters()
-        give(prefix, part.state_dict())
-        part.to_empty(device="meta")
+    for mine, theirs in zip(_parts(model), _parts(twin), strict=True):
+        theirs.to_empty(device=device)
+        cast(Block, theirs).reset_parameters()
+        give(mine, theirs.state_dict())
+        theirs.to_empty(device="meta")
     return total
+
+
+def _parts(model: GPT) -> list[nn.Module]:
+    """What a GPT is made of beside its embedding, in the order of `reset_parameters`."""
+    return [part for part in (*model.blocks, model.final_norm, model.head) if part is not None]
 
 
 def checksum(tensor: Tensor) -> int:

@@ -59,6 +59,11 @@ def _router(mega: Any, balancers: Any, options: dict[str, Any]) -> GateRouter:
     # which is the softmax over all of them divided by its chosen part, unless it comes before the choice.
     normalize = mega.topk > 1 if mega.score_function == "sigmoid" else not config.moe_router_pre_softmax
     grouped = bool(config.moe_router_group_topk)
+    if grouped and (best := mega.topk // config.moe_router_group_topk) != 2:
+        raise ValueError(
+            f"moe_router_topk={mega.topk} with moe_router_group_topk={config.moe_router_group_topk}: Megatron ranks groups by the "
+            f"sum of their best {best} scores, we by their best 2, as DeepSeek-V3 does; choose options whose quotient is 2"
+        )
     router = GateRouter(
         None,
         config.num_moe_experts,
