@@ -22,9 +22,11 @@ from .routing import SPACES, Routing, Space
 
 
 class ExactQuantile(Balancer):
-    """Args:
-    space: what the bias is added to. "logits" (default): bf16 costs nothing there. On "scores", bf16 stalls once sigmoid
-        scores are far from 0.5.
+    """The selection bias is the exact quantile of the whole step's BF16 margins (EQB).
+
+    Args:
+        space: what the bias is added to. "logits" (default): bf16 costs nothing there. On "scores", bf16 stalls once sigmoid
+            scores are far from 0.5.
 
     With groups so tight that an expert is within reach of fewer tokens than its fair share, its quantile does not exist and
     its bias stays: balance is then limited by the choice of groups (prefer group_top_k >= 2).

@@ -20,8 +20,10 @@ from .routing import Routing, Space
 
 
 class HistogramQuantile(Balancer):
-    """Args:
-    bins: number of bins B, >= 2. The bias is resolved to about (2 + max b - min b) / B before interpolation.
+    """The selection bias is the step's quantile as read from a histogram with uniform bins.
+
+    Args:
+        bins: number of bins B, >= 2. The bias is resolved to about (2 + max b - min b) / B before interpolation.
 
     Raises:
         ValueError: on a router whose score is not "sigmoid": values outside [0, 1] would be clipped into the outer bins.

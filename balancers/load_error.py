@@ -25,15 +25,17 @@ SCOPES = ("rank", "ep")
 
 
 class LoadErrorInjection(Balancer):
-    """Args:
-    coeff: lambda, >= 0. With scale="mean" 0.01 to 0.1 is useful and 1 hurts; with "absolute" the paper used 1e-5.
-    tau: bound of the tanh, > 0: |injection| < lambda * tau.
-    scale: "mean" divides lambda by the microbatch's tokens, like the gradient of a loss that is their mean, so that one
-        lambda means the same at any batch size, accumulation, number of ranks and loss scale. "absolute" adds lambda as
-        it is (times the gradient that reaches the loss), and so depends on the size of a microbatch.
-    group: sum the counts over this process group (the expert-parallel group, whose slowest member sets the step time).
-        None = this rank's microbatch alone, without communication.
-    scope: how a configuration asks for it: with "ep", `evenload train` sets the group to the expert-parallel one.
+    """Every score's gradient gets the load error of its expert in this microbatch.
+
+    Args:
+        coeff: lambda, >= 0. With scale="mean" 0.01 to 0.1 is useful and 1 hurts; with "absolute" the paper used 1e-5.
+        tau: bound of the tanh, > 0: |injection| < lambda * tau.
+        scale: "mean" divides lambda by the microbatch's tokens, like the gradient of a loss that is their mean, so that one
+            lambda means the same at any batch size, accumulation, number of ranks and loss scale. "absolute" adds lambda as
+            it is (times the gradient that reaches the loss), and so depends on the size of a microbatch.
+        group: sum the counts over this process group (the expert-parallel group, whose slowest member sets the step time).
+            None = this rank's microbatch alone, without communication.
+        scope: how a configuration asks for it: with "ep", `evenload train` sets the group to the expert-parallel one.
     """
 
     name: ClassVar[str] = "lei"

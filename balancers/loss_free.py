@@ -14,9 +14,11 @@ from .routing import Routing, Space
 
 
 class LossFree(Balancer):
-    """Args:
-    rate: size of one nudge, in units of the scores, >= 0.
-    centred: subtract the mean of the bias after every update (changes no choice, stops drift); False as in the paper.
+    """The selection bias takes one step of fixed size against the sign of the load error.
+
+    Args:
+        rate: size of one nudge, in units of the scores, >= 0.
+        centred: subtract the mean of the bias after every update (changes no choice, stops drift); False as in the paper.
     """
 
     name: ClassVar[str] = "loss_free"

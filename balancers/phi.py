@@ -29,15 +29,17 @@ _SMALLEST = 1e-6
 
 
 class PhiBalancing(Balancer):
-    """Args:
-    coeff: lambda, >= 0.
-    eta: 0 < eta <= 1, the weight of the NEW batch in the moving average m.
-    potential: "negentropy" (the paper's recommendation), "quadratic", ("lp", p) with p > 1, ("tsallis", q) with q > 0.
-    track: what m follows, "probs" (the mean distribution) or "counts" (the share of assignments). Soft means can be
-        balanced while hard counts are not; the report shows both.
-    sync: average the batch mean over all ranks at the step. False: every rank keeps an m of its own.
-    update: "step" uses the m left by earlier steps (causal; gradient accumulation cannot know the step's own mean before
-        its first backward). "microbatch" first mixes in the microbatch's own mean, for this microbatch only.
+    """A gradient along the slope of a convex potential at m, the moving average of the router's mean distribution.
+
+    Args:
+        coeff: lambda, >= 0.
+        eta: 0 < eta <= 1, the weight of the NEW batch in the moving average m.
+        potential: "negentropy" (the paper's recommendation), "quadratic", ("lp", p) with p > 1, ("tsallis", q) with q > 0.
+        track: what m follows, "probs" (the mean distribution) or "counts" (the share of assignments). Soft means can be
+            balanced while hard counts are not; the report shows both.
+        sync: average the batch mean over all ranks at the step. False: every rank keeps an m of its own.
+        update: "step" uses the m left by earlier steps (causal; gradient accumulation cannot know the step's own mean before
+            its first backward). "microbatch" first mixes in the microbatch's own mean, for this microbatch only.
     """
 
     name: ClassVar[str] = "phi"

@@ -16,8 +16,10 @@ from .balancer import Balancer
 
 
 class Sinkhorn(Balancer):
-    """Args:
-    iterations: rounds of row and column normalisation, >= 1.
+    """The selection bias is that of the microbatch's balanced transport plan.
+
+    Args:
+        iterations: rounds of row and column normalisation, >= 1.
     """
 
     name: ClassVar[str] = "sinkhorn"

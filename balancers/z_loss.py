@@ -11,8 +11,10 @@ from .routing import Routing
 
 
 class ZLoss(Balancer):
-    """Args:
-    coeff: weight of the loss, >= 0 (1e-3 in the paper).
+    """The z-loss, `coeff * mean_t logsumexp_e(Z_t)**2`, injected as a gradient.
+
+    Args:
+        coeff: weight of the loss, >= 0 (1e-3 in the paper).
     """
 
     name: ClassVar[str] = "z_loss"
