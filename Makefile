@@ -7,7 +7,7 @@ PIP := $(VENV)/bin/pip --disable-pip-version-check
 # Scripts run from the root would otherwise see the folders `kernels`, `models`, `train` as packages.
 export PYTHONSAFEPATH := 1
 
-.PHONY: train test lint clean
+.PHONY: train test lint docs installed-copy clean
 
 train: $(VENV)/train.ok
 	$(VENV)/bin/evenload train tiny
@@ -15,15 +15,21 @@ train: $(VENV)/train.ok
 test: $(VENV)/test.ok
 	$(VENV)/bin/pytest
 
-lint: $(VENV)/lint.ok
+lint: $(VENV)/lint.ok installed-copy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	@# mypy on an editable install with a package map checks almost nothing, so it reads an installed copy.
-	@rm -rf build && $(PIP) install --quiet --no-deps --no-build-isolation --target build/typed .
 	MYPYPATH=build/typed $(VENV)/bin/mypy -p evenload
 
+# The site; open site/index.html.
+docs: $(VENV)/docs.ok installed-copy
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
+
+# In the repository the package is spread over folders (setup.cfg), which mypy and the API reference do not see as one.
+installed-copy: $(VENV)/test.ok
+	@rm -rf build && $(PIP) install --quiet --no-deps --no-build-isolation --target build/typed .
+
 clean:
-	rm -rf $(VENV) build *.egg-info runs
+	rm -rf $(VENV) build site *.egg-info runs
 
 $(VENV)/python.ok:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"evenload needs Python 3.11 or newer, this is {v[0]}.{v[1]}: make PYTHON=python3.11")'
@@ -41,4 +47,8 @@ $(VENV)/test.ok: $(VENV)/train.ok
 
 $(VENV)/lint.ok: $(VENV)/test.ok
 	$(PIP) install --quiet --editable '.[train,test,dev]'
+	@touch $@
+
+$(VENV)/docs.ok: $(VENV)/test.ok
+	$(PIP) install --quiet --editable '.[train,test,docs]'
 	@touch $@

@@ -1,9 +1,9 @@
 """Routers and balancers for mixture-of-experts models. Needs torch and nothing else.
 
-router = Router(d_model, num_experts, top_k, balancers="eqb+lei")
-routing = router(x)          # .indices, .weights, .counts
-...
-balance_step(model)          # once per optimizer step
+    router = Router(d_model, num_experts, top_k, balancers="eqb+lei")
+    routing = router(x)          # .indices, .weights, .counts
+    ...
+    balance_step(model)          # once per optimizer step
 """
 
 from . import metrics

@@ -112,7 +112,7 @@ def _same_dtype(before: Tensor, after: Any) -> Tensor:
 class Balancer(StatefulModule):
     """Base class of every balancer. Subclass it, answer the questions you need, leave the others.
 
-    Class attributes:
+    Attributes:
         name: what configurations, reports and the state dict call it; by default the class's name.
         space: what its selection bias is added to, "logits" or "scores".
     """

@@ -32,6 +32,7 @@ BALANCERS: dict[str, type[Balancer]] = {
         ForcedUniform,
     )
 }
+"""Every balancer by the name that a configuration gives it."""
 
 
 def make_balancers(spec: Any = ()) -> list[Balancer]:

@@ -12,6 +12,8 @@ from .balancer import Balancer
 
 
 class ForcedUniform(Balancer):
+    """Token i goes to experts i K, i K + 1, ..., whatever its scores are: the reference for speed."""
+
     name: ClassVar[str] = "uniform"
 
     def build(self) -> None:

@@ -1,6 +1,7 @@
 """Equations become MathML while the site is built: browsers show it without a script, and nothing is fetched.
 
-pymdownx.arithmatex leaves $...$ as <span class="arithmatex">\\(...\\)</span> and $$...$$ as <div class="arithmatex">\\[...\\]</div>.
+pymdownx.arithmatex leaves an equation as <span class="arithmatex">\\(...\\)</span> within a line, and as
+<div class="arithmatex">\\[...\\]</div> on lines of its own.
 """
 
 import html

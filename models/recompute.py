@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 ACTIVATION_CHECKPOINTING = ("none", "selective", "full")
+"""What can be recomputed in the backward pass: nothing, cheap operators, or whole blocks."""
 SELECTIVE_AND_COMPILED = (
     'activation_checkpointing="selective" works operator by operator, which compiled blocks hide; '
     'use "none", where the compiler itself recomputes what is cheap, or "full"'

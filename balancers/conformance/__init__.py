@@ -1,7 +1,7 @@
 """Conformance suite: 26 faults seen in public MoE routers, as checks that run against any router.
 
-results = run_suite(adapter_for(MyRouter))       # a router class, a Balancer class, or an Adapter: docs/conformance.md
-print(text_table({"mine": results}))
+    results = run_suite(adapter_for(MyRouter))       # a router class, a Balancer class, or an Adapter: docs/conformance.md
+    print(text_table({"mine": results}))
 """
 
 from .adapter import Adapter, Decision, NotApplicable, StepReport

@@ -272,3 +272,4 @@ ROWS = (
         tensor_parallel,
     ),
 )
+"""The suite, in the order of docs/conformance.md."""

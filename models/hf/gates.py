@@ -60,6 +60,7 @@ GATES: dict[str, Callable[[Any], Convention]] = {
     "Kolibri1TopKRouter": _sigmoid_of_logits,
 }
 FAMILIES = "Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, gpt-oss, DeepSeek-V3, GLM-4-MoE, Kolibri-1"
+"""The model families whose gates are known, for messages."""
 
 
 def convention(module: nn.Module) -> Convention | None:
