@@ -1,9 +1,11 @@
-"""Routers and balancers for mixture-of-experts models. Needs torch and nothing else.
+"""Routers and balancers for mixture-of-experts models.
 
     router = Router(d_model, num_experts, top_k, balancers="eqb+lei")
     routing = router(x)          # .indices, .weights, .counts
     ...
     balance_step(model)          # once per optimizer step
+
+Needs torch and nothing else.
 """
 
 from . import metrics

@@ -101,13 +101,12 @@ def test_every_balancer_has_its_page_and_its_options():
     for name, balancer in evenload.BALANCERS.items():
         text = text_of(f"how/{name}.md")
         assert f"`{balancer.__name__}`" in text
-        options = set(inspect.signature(balancer).parameters)
-        documented = set(re.findall(r"^\| `(\w+)` \|", text, re.M))
-        assert documented == options, name
-        for option, parameter in inspect.signature(balancer).parameters.items():
-            default = re.search(rf"^\| `{option}` \| `?(.*?)`? \|", text, re.M).group(1)
+        table = dict(re.findall(r"^\| `(\w+)` \| `?(.*?)`? \|", text.partition("## Options")[2], re.M))
+        parameters = inspect.signature(balancer).parameters
+        assert list(table) == list(parameters), name
+        for option, parameter in parameters.items():
             if parameter.default is not None:
-                assert ast.literal_eval(default) == parameter.default, f"{name}: {option}"
+                assert ast.literal_eval(table[option]) == parameter.default, f"{name}: {option}"
 
 
 def test_the_coefficients_that_are_recommended_are_the_defaults():

@@ -1,7 +1,9 @@
 """Conformance suite: 26 faults seen in public MoE routers, as checks that run against any router.
 
-    results = run_suite(adapter_for(MyRouter))       # a router class, a Balancer class, or an Adapter: docs/conformance.md
+    results = run_suite(adapter_for(MyRouter))       # a router class, a Balancer class, or an Adapter
     print(text_table({"mine": results}))
+
+docs/conformance.md has the rows and how to write an adapter.
 """
 
 from .adapter import Adapter, Decision, NotApplicable, StepReport
