@@ -20,7 +20,7 @@ lint: $(VENV)/lint.ok installed-copy
 	$(VENV)/bin/ruff format --check .
 	MYPYPATH=build/typed $(VENV)/bin/mypy -p evenload
 
-# The site; open site/index.html.
+# The site: open site/index.html, or `python3 -m http.server -d site` for its search too.
 docs: $(VENV)/docs.ok installed-copy
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
 
