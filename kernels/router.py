@@ -12,15 +12,20 @@ from torch import Tensor
 from .selection import expert_counts, top_k
 
 Score = Literal["sigmoid", "softmax", "identity"]
+"""How logits become scores."""
 Space = Literal["logits", "scores"]
+"""What a selection bias is added to."""
 NanPolicy = Literal["raise", "route"]
+"""What happens to a row with NaN: an error, or a choice as if its logits were 0."""
 Bias = Tensor | Callable[[Tensor, Tensor | None], Tensor] | None
+"""A selection bias, or a function that makes it from the selection values (T, E) and the mask."""
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "softmax": lambda logits: torch.softmax(logits, dim=-1),
     "identity": lambda logits: logits.view_as(logits),  # a tensor of its own: dynamo refuses one tensor in two roles
 }
+"""The score functions by name."""
 
 
 class RoutedRows(NamedTuple):
