@@ -61,8 +61,8 @@ def _router(mega: Any, balancers: Any, options: dict[str, Any]) -> GateRouter:
     grouped = bool(config.moe_router_group_topk)
     if grouped and (best := mega.topk // config.moe_router_group_topk) != 2:
         raise ValueError(
-            f"moe_router_topk={mega.topk} with moe_router_group_topk={config.moe_router_group_topk}: Megatron ranks groups by the "
-            f"sum of their best {best} scores, we by their best 2, as DeepSeek-V3 does; choose options whose quotient is 2"
+            f"moe_router_topk={mega.topk} with moe_router_group_topk={config.moe_router_group_topk}: Megatron ranks groups by "
+            f"the sum of their best {best} scores, we by their best 2, as DeepSeek-V3 does; choose options whose quotient is 2"
         )
     router = GateRouter(
         None,

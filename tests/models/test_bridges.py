@@ -228,3 +228,11 @@ def test_megatron_options_that_do_not_go_with_ours_are_refused(options, message,
     with pytest.raises(ValueError, match=message):
         megatron.balance(model)
     assert not evenload.routers(model)
+
+
+def test_groups_that_megatron_ranks_otherwise_are_refused(mega_router) -> None:
+    model = mega_router("recorded")
+    (router,) = (module for module in model.modules() if isinstance(module, TopKRouter))
+    router.config.moe_router_num_groups, router.config.moe_router_group_topk = 4, K
+    with pytest.raises(ValueError, match=f"moe_router_topk={K} with moe_router_group_topk={K}: Megatron ranks groups"):
+        megatron.balance(model, "eqb")
