@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from .._version import __version__
 from .check import CHECK_HELP, check, check_arguments
+from .compare_command import COMPARE_HELP, compare, compare_arguments
 from .describe_command import DESCRIBE_HELP, describe, describe_arguments
 
 COMMAND = "EVENLOAD_COMMAND"  # environment variable: what the user typed, for the ranks that `--nproc` starts
@@ -176,6 +177,7 @@ def resume_command(arguments: argparse.Namespace, resume: str) -> str:
 
 COMMANDS = {
     "train": Command("pretrain a GPT-MoE", TRAIN_HELP, _train_arguments, _train),
+    "compare": Command("train balancers side by side", COMPARE_HELP, compare_arguments, compare),
     "describe": Command("what a configuration needs before it runs", DESCRIBE_HELP, describe_arguments, describe),
     "import": Command("read a Hugging Face transformers model", IMPORT_HELP, _import_arguments, _import),
     "export": Command("write a checkpoint in another format", EXPORT_HELP, _export_arguments, _export),

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -132,25 +132,49 @@ class Config:
         return OmegaConf.to_yaml(OmegaConf.structured(self), resolve=True)
 
 
+@dataclass
+class CompareConfig:
+    """What `evenload compare` varies, and how it runs."""
+
+    balancers: list[Any] = field(default_factory=list)  # as model.balancers, each; default: none, gshard, model.balancers
+    seeds: list[int] = field(default_factory=lambda: [0])  # each is an initialisation and an order of the data, for all alike
+    sweep: dict[str, list[Any]] = field(default_factory=dict)  # balancer.option or section.key: values; every combination
+    baseline: str | None = None  # what the others are compared with, as the tables name it; default: the first
+    out: str | None = None  # folder; default: runs/compare-<name of the configuration>
+    jobs: int | None = None  # runs at a time; default: one per GPU, or one per CPU core and at most 4
+    turns: int = 10  # steps of the side-by-side timing of each method and the baseline; 0 leaves it out
+
+
+@dataclass
+class Comparison(Config):
+    """Everything that `evenload compare` needs: a run's configuration and what varies. `evenload train` leaves that aside."""
+
+    compare: CompareConfig = field(default_factory=CompareConfig)
+
+
+C = TypeVar("C", bound=Config)
+
+
 def packaged() -> list[str]:
     """Names of the configurations that ship with the library."""
     folder = importlib.resources.files(_configs_package())
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
-def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
+def load_config(name: str, overrides: Sequence[str] = (), schema: type[C] = Config) -> C:  # type: ignore[assignment]
     """Read a configuration file (a path or a packaged name), apply ``key=value`` overrides, check it.
 
     Raises ConfigError with one line: the file and line or the override, the key, and what would be right.
     """
     origin, text = _read(name)
-    tree = OmegaConf.structured(Config)
+    tree = OmegaConf.structured(schema)
     origins: dict[str, str] = {}
-    for where, key, value in [*_assignments_of_file(text, origin), *map(_assignment_of_override, overrides)]:
+    assignments = _assignments_of_file(text, origin, tree)
+    for where, key, value in [*assignments, *map(_assignment_of_override, overrides)]:
         _assign(tree, where, key, value)
         origins[_root(key)] = where
     try:
-        config: Config = OmegaConf.to_object(tree)  # type: ignore[assignment]
+        config: C = OmegaConf.to_object(tree)  # type: ignore[assignment]
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         named = [origins[key] for word in re.findall(r"\w+", str(error)) if (key := f"model.{word}") in origins]
         key = getattr(error, "full_key", None) or "model"  # the model checks itself; all else is OmegaConf's
@@ -160,6 +184,16 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
         config.run.out = f"runs/{Path(name).stem}"
     validate(config, origins)
     return config
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, before, after) of every two-level key whose value differs."""
+    return [
+        (f"{section}.{key}", before.get(section, {}).get(key), value)
+        for section, body in after.items()
+        for key, value in body.items()
+        if before.get(section, {}).get(key) != value
+    ]
 
 
 def _configs_package() -> str:
@@ -181,27 +215,29 @@ def _read(name: str) -> tuple[str, str]:
     )
 
 
-def _assignments_of_file(text: str, origin: str) -> Iterator[tuple[str, str, Any]]:
+def _assignments_of_file(text: str, origin: str, schema: DictConfig) -> Iterator[tuple[str, str, Any]]:
     """(where, key, value) of every leaf of a two-level YAML file, `where` being file:line."""
     try:
         nodes = yaml.compose(text)
         if nodes is None:
             return
         if not isinstance(nodes, yaml.MappingNode):
-            raise ConfigError(f"{origin}: expected sections ({', '.join(_sections())}), found a list or a word")
-        tree = cast(DictConfig, OmegaConf.create(text))
+            raise ConfigError(f"{origin}: expected sections ({', '.join(schema)}), found a list or a word")
+        content = cast(DictConfig, OmegaConf.create(text))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         raise ConfigError(f"{origin}{line}: not valid YAML: {getattr(error, 'problem', None) or first_line(error)}") from error
     for section, body in nodes.value:
         where = f"{origin}:{section.start_mark.line + 1}"
-        if section.value not in _sections():
-            hint = close_to(section.value, _sections()) or close_to(section.value, _known_keys())
-            raise ConfigError(f"{where}: unknown section {section.value!r}{hint}; sections: {', '.join(_sections())}")
+        if section.value not in schema:
+            if section.value in Comparison.__dataclass_fields__:
+                continue
+            hint = close_to(section.value, list(schema)) or close_to(section.value, _known_keys(schema))
+            raise ConfigError(f"{where}: unknown section {section.value!r}{hint}; sections: {', '.join(schema)}")
         if not isinstance(body, yaml.MappingNode):
             raise ConfigError(f"{where}: section {section.value!r} must hold keys and values")
-        values = cast(dict[Any, Any], OmegaConf.to_container(tree[section.value]))
+        values = cast(dict[Any, Any], OmegaConf.to_container(content[section.value]))
         for key, _ in body.value:
             where = f"{origin}:{key.start_mark.line + 1}"
             if key.tag != "tag:yaml.org,2002:str":
@@ -223,12 +259,12 @@ def _assignment_of_override(text: str) -> tuple[str, str, Any]:
 
 def _assign(tree: DictConfig, where: str, key: str, value: Any) -> None:
     root = _root(key)
-    if root in _sections():
+    if root in tree:
         raise ConfigError(
             f"{where}: {key!r} is a section; set one of its keys, for example {root}.{next(iter(tree[root]))}=..."
         )
-    if root not in _known_keys():
-        raise ConfigError(f"{where}: unknown key {key!r}{close_to(root, _known_keys())}")
+    if root not in (known := _known_keys(tree)):
+        raise ConfigError(f"{where}: unknown key {key!r}{close_to(root, known)}")
     parent = key.rpartition(".")[0]
     try:
         if OmegaConf.select(tree, parent) is None:
@@ -247,13 +283,8 @@ def _root(key: str) -> str:
     return ".".join(re.split(r"[.\[]", key)[:2])
 
 
-def _sections() -> list[str]:
-    return list(Config.__dataclass_fields__)
-
-
-def _known_keys() -> list[str]:
-    tree = OmegaConf.structured(Config)
-    return [f"{section}.{key}" for section in _sections() for key in tree[section]]
+def _known_keys(schema: DictConfig) -> list[str]:
+    return [f"{section}.{key}" for section in schema for key in schema[section]]
 
 
 def _close_in(error: OmegaConfBaseException) -> str:

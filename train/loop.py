@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..models import GPT
 from .checkpoint import CHECKPOINTS, Checkpoint, Checkpointer, CheckpointError, list_checkpoints, step_of
-from .config import Config
+from .config import Config, differences
 from .data import load_data
 from .errors import ConfigError, TrainingStopped
 from .evaluation import Score, evaluate
@@ -100,6 +99,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config.optim)
         self.counters = Counters()
         self.saved_step = 0  # the newest that this run's own folder holds
+        self.maxvio = float("nan")  # mean over the layers, of the last step that was logged
         self.stop: signal.Signals | None = None  # what the ranks have agreed to stop at
         if saved is not None:
             self._restore(saved)
@@ -215,9 +215,8 @@ class Trainer:
     ) -> None:
         run, now = self.config.run, self.counters
         last = now.step == run.steps
-        maxvio = float("nan")
         if result.report is not None:
-            monitor.add_load(result.report.counts)
+            monitor.add(result.report)
         if not result.good:
             progress.say(
                 f"step {now.step}: loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}: skipped "
@@ -238,11 +237,11 @@ class Trainer:
             if result.report is not None:
                 scalars["train/dropped"] = float(dropped)
                 scalars |= balance_scalars(result.report)
-                maxvio = scalars.get("balance/maxvio/mean", maxvio)
+                self.maxvio = scalars.get("balance/maxvio/mean", self.maxvio)
             monitor.record(now.step, scalars)
         if _due(now.step, run.image_every) or last:
-            monitor.draw_load(now.step)
-        progress.update(now.step, result.nll, maxvio, speed)
+            monitor.end_window(now.step)
+        progress.update(now.step, [f"loss {result.nll:.3f}", f"MaxVio {self.maxvio:.2f}", f"{speed:,.0f} tokens/s"])
 
     def _evaluate(self, monitor: Monitor | None, progress: Progress, interrupt: Interrupt) -> dict[str, Score] | None:
         """Scores of the model as it is, recorded once per step; None when interrupted."""
@@ -309,7 +308,7 @@ class Trainer:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         path, state = checkpoint.path, checkpoint.extra
-        changed = _differences(state["config"], self.config.to_dict())
+        changed = differences(state["config"], self.config.to_dict())
         for key, before, after in changed:
             matters = key.split(".")[0] in MUST_MATCH or key in MUST_MATCH_KEYS
             # In domain mode a position counts whole microbatches.
@@ -348,13 +347,3 @@ def _silent(line: str) -> None:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _differences(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key, before, after) of every two-level key whose value differs."""
-    return [
-        (f"{section}.{key}", before.get(section, {}).get(key), value)
-        for section, body in after.items()
-        for key, value in body.items()
-        if before.get(section, {}).get(key) != value
-    ]

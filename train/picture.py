@@ -43,7 +43,7 @@ def draw_run(folder: Path, path: Path, tail_from: int, loads: dict[str, NDArray[
 def _draw_loss(axes: Any, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
     at, values = _series(steps, "train/loss")
     axes.plot(at, values, color=BLUE, alpha=0.25, linewidth=0.8)
-    axes.plot(at, _smooth(values), color=BLUE, linewidth=1.8, label="training")
+    axes.plot(at, smooth(values), color=BLUE, linewidth=1.8, label="training")
     names = [key for key in (evaluations[-1] if evaluations else {}) if key.startswith("validation/loss/")]
     for key, colour, marker in zip(names, (ORANGE, GREEN, GREY) * len(names), "osD^vP*X" * len(names), strict=False):
         at, values = _series(evaluations, key)
@@ -61,7 +61,7 @@ def _draw_balance(axes: Any, steps: list[dict[str, Any]], tail_from: int) -> Non
     for name, metric, floor, colour in curves:
         at, values = _series(steps, f"balance/{metric}/mean")
         axes.plot(at, values, color=colour, alpha=0.25, linewidth=0.8)
-        axes.plot(at, _smooth(values), color=colour, linewidth=1.8, label=f"{name} (a {_GROUP[name]})")
+        axes.plot(at, smooth(values), color=colour, linewidth=1.8, label=f"{name} (a {_GROUP[name]})")
         at, values = _series(steps, f"balance/{floor}/mean")
         axes.plot(at, values, color=colour, linewidth=1.2, linestyle="--", label=f"{name}, fair random router")
     last = steps[-1]["step"] if steps else tail_from
@@ -102,7 +102,7 @@ def _series(lines: list[dict[str, Any]], key: str) -> tuple[NDArray[np.int64], N
     return np.array([step for step, _ in known], dtype=int), np.array([value for _, value in known], dtype=float)
 
 
-def _smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Centred moving mean, shorter at both ends."""
     reach = max(1, round(len(values) * SMOOTHING))
     total = np.concatenate([[0.0], np.cumsum(values)])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -25,30 +25,22 @@ class Progress:
         self.steps = steps
         self.first = done
         self.began = time.monotonic()
-        self._spoke = self.began
-        self._maxvio = float("nan")
+        self._spoke, self._shown = self.began, done
         self._bar: Any = None
         if sys.stderr.isatty() and not quiet:
             self._bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, smoothing=0.1)
 
-    def update(self, step: int, loss: float, maxvio: float, tokens_per_second: float) -> None:
-        """Show the state after `step`, 1-based; `maxvio` is the mean over the layers, NaN = as before."""
-        if not math.isnan(maxvio):
-            self._maxvio = maxvio
+    def update(self, step: int, state: Sequence[str]) -> None:
+        """Show the state after `step`, 1-based, in a few words each."""
         if self._bar is not None:
-            self._bar.set_postfix_str(
-                f"loss {loss:.3f}, MaxVio {self._maxvio:.2f}, {tokens_per_second:,.0f} tokens/s", refresh=False
-            )
+            self._bar.set_postfix_str(", ".join(state), refresh=False)
             self._bar.update(step - self._bar.n)
             return
         now = time.monotonic()
-        if now - self._spoke >= SECONDS_BETWEEN_LINES or step == self.steps:
-            self._spoke = now
+        if now - self._spoke >= SECONDS_BETWEEN_LINES or step == self.steps > self._shown:
+            self._spoke, self._shown = now, step
             left = (now - self.began) / max(1, step - self.first) * (self.steps - step)
-            self.say(
-                f"step {step}/{self.steps}  loss {loss:.3f}  MaxVio {self._maxvio:.2f}  "
-                f"{tokens_per_second:,.0f} tokens/s  {tqdm.format_interval(left)} left"
-            )
+            self.say("  ".join([f"step {step:,}/{self.steps:,}", *state, f"{tqdm.format_interval(left)} left"]))
 
     def say(self, text: str) -> None:
         """Print a line without breaking the bar."""

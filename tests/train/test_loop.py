@@ -86,9 +86,8 @@ def test_dropped_tokens_are_counted(mini: str, tmp_path: Path) -> None:
 def test_what_is_recorded_now_and_then_is_that_steps_own(mini: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every third step is recorded: the same values as when all are, and the terminal keeps the last known MaxVio. Validation
     loss has no z-loss, so the training loss beside it has none either."""
-    shown: list[float] = []
-    real = progress.Progress.update
-    monkeypatch.setattr(progress.Progress, "update", lambda self, *a: (real(self, *a), shown.append(self._maxvio)))
+    shown: list[str] = []
+    monkeypatch.setattr(progress.Progress, "update", lambda self, step, state: shown.append(state[1]))
     lines: list[dict[int, dict[str, float]]] = []
     for every in (1, 3):
         settings = [f"run.out={tmp_path}/{every}", f"run.log_every={every}", "run.steps=6"]
@@ -98,7 +97,7 @@ def test_what_is_recorded_now_and_then_is_that_steps_own(mini: str, tmp_path: Pa
         lines.append({line["step"]: {k: v for k, v in line.items() if k != "train/tokens_per_second"} for line in found})
     assert lines[1] == {step: lines[0][step] for step in (3, 6)}
     known = [lines[1][step]["balance/maxvio/mean"] for step in (3, 6)]
-    assert shown[8:] == [known[0]] * 3 + [known[1]]
+    assert shown[8:] == [f"MaxVio {value:.2f}" for value in [known[0]] * 3 + [known[1]]]
     first = lines[0][1]
     assert first["train/loss"] == pytest.approx(math.log(300), rel=0.05)
     assert first["train/objective"] > first["train/loss"] + 1
