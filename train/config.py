@@ -161,11 +161,20 @@ def packaged() -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
-def load_config(name: str, overrides: Sequence[str] = (), schema: type[C] = Config) -> C:  # type: ignore[assignment]
+def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
     """Read a configuration file (a path or a packaged name), apply ``key=value`` overrides, check it.
 
     Raises ConfigError with one line: the file and line or the override, the key, and what would be right.
     """
+    return _load(name, overrides, Config)
+
+
+def load_comparison(name: str, overrides: Sequence[str] = ()) -> Comparison:
+    """The same, for `evenload compare`: with a section `compare`."""
+    return _load(name, overrides, Comparison)
+
+
+def _load(name: str, overrides: Sequence[str], schema: type[C]) -> C:
     origin, text = _read(name)
     tree = OmegaConf.structured(schema)
     origins: dict[str, str] = {}
@@ -222,7 +231,7 @@ def _assignments_of_file(text: str, origin: str, schema: DictConfig) -> Iterator
         if nodes is None:
             return
         if not isinstance(nodes, yaml.MappingNode):
-            raise ConfigError(f"{origin}: expected sections ({', '.join(schema)}), found a list or a word")
+            raise ConfigError(f"{origin}: expected sections ({', '.join(map(str, schema))}), found a list or a word")
         content = cast(DictConfig, OmegaConf.create(text))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         mark = getattr(error, "problem_mark", None)
@@ -234,7 +243,7 @@ def _assignments_of_file(text: str, origin: str, schema: DictConfig) -> Iterator
             if section.value in Comparison.__dataclass_fields__:
                 continue
             hint = close_to(section.value, list(schema)) or close_to(section.value, _known_keys(schema))
-            raise ConfigError(f"{where}: unknown section {section.value!r}{hint}; sections: {', '.join(schema)}")
+            raise ConfigError(f"{where}: unknown section {section.value!r}{hint}; sections: {', '.join(map(str, schema))}")
         if not isinstance(body, yaml.MappingNode):
             raise ConfigError(f"{where}: section {section.value!r} must hold keys and values")
         values = cast(dict[Any, Any], OmegaConf.to_container(content[section.value]))
@@ -284,7 +293,7 @@ def _root(key: str) -> str:
 
 
 def _known_keys(schema: DictConfig) -> list[str]:
-    return [f"{section}.{key}" for section in schema for key in schema[section]]
+    return [f"{section!s}.{key!s}" for section in schema for key in schema[section]]
 
 
 def _close_in(error: OmegaConfBaseException) -> str:

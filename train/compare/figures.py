@@ -24,7 +24,7 @@ MARKERS = "osD^vP*X"
 GREY = "#7F7F7F"
 POINTS = 160  # of a curve
 MOST_LINES = 7  # in one panel; more are split by method
-STYLE = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "evenload",
     "font.family": "sans-serif",
@@ -91,8 +91,7 @@ def scatter(plan: Plan, summaries: Mapping[str, Summary], column: str, title: st
     means = [(x.mean, y.mean) for x, y in points.values()]
     front = [means[index] for index in pareto(means)]
     if len(front) > 1:
-        xs, ys = zip(*front, strict=True)
-        axes.step(xs, ys, where="post", color=GREY, linewidth=5, alpha=0.35, zorder=0, label="Pareto front")
+        axes.step(*zip(*front, strict=True), where="post", color=GREY, linewidth=5, alpha=0.35, zorder=0, label="Pareto front")
     _log_axis(axes.xaxis, axes.set_xscale)
     axes.set_xlabel(f"{title} (less is more even)")
     axes.set_ylabel("validation loss (nats per token)")

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from ...balancers import BALANCERS
-from ..config import CompareConfig, Comparison, Config, load_config
+from ..config import CompareConfig, Comparison, Config, load_comparison, load_config
 from ..errors import ConfigError, close_to
 from ..layout import choose_layout
 from ..runtime import choose_device
@@ -73,7 +73,7 @@ def make_plan(name: str, overrides: Sequence[str] = ()) -> Plan:
     """
     keys = CompareConfig.__dataclass_fields__
     overrides = [f"compare.{text}" if text.partition("=")[0] in keys else text for text in overrides]
-    config = load_config(name, overrides, Comparison)
+    config = load_comparison(name, overrides)
     chosen = config.compare
     if any(text.startswith("run.out=") for text in overrides):
         raise ConfigError("run.out: every run of a comparison has its own folder; name the comparison's with out=PATH")

@@ -24,7 +24,7 @@ from ..summary import FACTS
 from .plan import PlannedRun
 
 CONFIG, LOG = "config.yaml", "log.txt"
-POLL = 0.2  # seconds
+POLL = 0.5  # seconds
 LAST_LINE = 65_536  # bytes at the end of metrics.jsonl that hold its last whole line
 MAY_DIFFER = ("run.out", "run.threads", "run.resume", "data.cache")  # between a run that is there and the one planned
 
