@@ -31,14 +31,15 @@ class Outcome:
     interrupted: signal.Signals | None
 
 
-def compare(name: str, overrides: Sequence[str] = (), say: Callable[[str], None] = print) -> Outcome:
-    """Run the comparison `evenload compare NAME OVERRIDES`; see `make_plan`.
+def compare(name: str, overrides: Sequence[str] = (), *, quiet: bool = False) -> Outcome:
+    """Run the comparison `evenload compare NAME OVERRIDES`; see `make_plan`. With `quiet` nothing is said meanwhile.
 
     Its folder holds results.csv, layers.csv, report.html, compare.yaml and the run folders. What is finished there is not
     trained again, and a report is written whatever happens to single runs.
 
     Raises ConfigError for what cannot be compared.
     """
+    say: Callable[[str], None] = _silent if quiet else print
     plan = make_plan(name, overrides)
     plan.out.mkdir(parents=True, exist_ok=True)
     with only_run(plan.out):
@@ -51,7 +52,7 @@ def compare(name: str, overrides: Sequence[str] = (), say: Callable[[str], None]
         if missing:
             with exit_on_sigterm():
                 load_data(plan.config, say)  # tokens are prepared once, and not by each run
-        trained = train_all(plan.runs, plan.jobs, say)
+        trained = train_all(plan.runs, plan.jobs, quiet=quiet)
         overhead = {}
         if not trained.interrupted:
             tune_allocator()
@@ -62,3 +63,7 @@ def compare(name: str, overrides: Sequence[str] = (), say: Callable[[str], None]
         write_board(plan, results)
         report = write_report(plan, results, summaries, overhead, trained.failed)
         return Outcome(plan.out, report, text_table(plan, summaries, overhead), trained.failed, trained.interrupted)
+
+
+def _silent(line: str) -> None:
+    """Says nothing."""

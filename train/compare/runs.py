@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def refuse_other_runs(runs: Sequence[PlannedRun]) -> None:
                 )
 
 
-def train_all(runs: Sequence[PlannedRun], jobs: int, say: Callable[[str], None]) -> Trained:
+def train_all(runs: Sequence[PlannedRun], jobs: int, *, quiet: bool) -> Trained:
     """Train what is not finished. A run that was stopped continues; one that fails is reported, and the others go on.
 
     At the first SIGINT or SIGTERM the runs save and stop.
@@ -72,10 +72,10 @@ def train_all(runs: Sequence[PlannedRun], jobs: int, say: Callable[[str], None])
     waiting = [run for run in runs if not is_finished(run)]
     outcome = Trained({}, None)
     steps = {run: run.config.run.steps if is_finished(run) else _last_step(run.folder) for run in runs}
-    progress = Progress(sum(run.config.run.steps for run in runs), sum(steps.values()))
+    progress = Progress(sum(run.config.run.steps for run in runs), sum(steps.values()), quiet=quiet)
     running: list[Process] = []
     try:
-        with Interrupt() as interrupt:
+        with Interrupt(quiet=quiet) as interrupt:
             while waiting or running:
                 if interrupt.caught and outcome.interrupted is None:
                     outcome.interrupted = interrupt.caught
