@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint, Checkpointer, CheckpointError
-    from .config import Config, load_config
+    from .config import Config
+    from .config_file import load_config
     from .data import Data, load_data
     from .errors import ConfigError, TrainingStopped
     from .evaluation import Score, evaluate
@@ -35,7 +36,7 @@ _HOME = {
     "TrainingStopped": "errors",
     "evaluate": "evaluation",
     "learning_rate": "optim",
-    "load_config": "config",
+    "load_config": "config_file",
     "load_data": "data",
     "make_optimizer": "optim",
     "train_step": "step",

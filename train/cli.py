@@ -78,7 +78,7 @@ def _train(arguments: argparse.Namespace) -> int:
     # ten times slower as soon as anything else wants a core, and no spinning at all halves the speed of an idle machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from .checkpoint import CheckpointError
-    from .config import load_config
+    from .config_file import load_config
     from .errors import ConfigError, TrainingStopped
     from .launch import launch, launched
 

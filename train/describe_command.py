@@ -39,7 +39,7 @@ def describe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def describe(arguments: argparse.Namespace) -> int:
-    from .config import load_config
+    from .config_file import load_config
     from .describe import describe
     from .errors import ConfigError
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
 from ..balancers import Router
 from ..models import ACTIVATION_CHECKPOINTING, GPTConfig
+from .config import Config, SourceConfig
 from .errors import ConfigError, close_to, first_line
-
-if TYPE_CHECKING:
-    from .config import Config, SourceConfig
 
 CHOICES = {
     "data.mode": ("mixed", "domain"),

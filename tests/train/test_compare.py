@@ -19,7 +19,7 @@ import pytest
 
 from evenload.train import cli
 from evenload.train.compare.plan import make_plan
-from evenload.train.config import load_config
+from evenload.train.config_file import load_config
 from evenload.train.monitor import read_layers, read_metrics
 
 PROGRAM = [sys.executable, "-m", "evenload.train.cli"]

@@ -3,12 +3,19 @@
 import pytest
 
 from evenload.models import ParameterCount
-from evenload.train.config import load_config, packaged
+from evenload.train.config_file import load_config, packaged
 from evenload.train.describe import describe
 
 GIB = 2**30
 # The number of ranks that a configuration is for, and the memory of their GPUs, of which a tenth is for what is not counted.
-MEANT_FOR = {"tiny": (1, 1), "small": (1, 80), "medium": (8, 80), "eqb_7b5": (8, 80), "kolibri_78b": (64, 80)}
+MEANT_FOR = {
+    "tiny": (1, 1),
+    "findings": (1, 1),
+    "small": (1, 80),
+    "medium": (8, 80),
+    "eqb_7b5": (8, 80),
+    "kolibri_78b": (64, 80),
+}
 
 
 def count(name: str) -> ParameterCount:

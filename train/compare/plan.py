@@ -15,7 +15,8 @@ from typing import Any
 import yaml
 
 from ...balancers import BALANCERS
-from ..config import CompareConfig, Comparison, Config, load_comparison, load_config
+from ..config import CompareConfig, Comparison, Config
+from ..config_file import load_comparison, load_config
 from ..errors import ConfigError, close_to
 from ..layout import choose_layout
 from ..runtime import choose_device
