@@ -27,7 +27,7 @@ def only_run(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
-                f"another evenload train is running in {folder}; wait for it, stop it, or choose another run.out"
+                f"another evenload is running in {folder}; wait for it, stop it, or choose another run.out"
             ) from error
         except OSError:  # a file system that has no locks
             pass

@@ -178,7 +178,7 @@ def test_a_folder_has_one_run_at_a_time(mini: str, tmp_path: Path, capsys: pytes
     with only_run(tmp_path):
         assert cli.main(["train", mini, f"run.out={tmp_path}", "run.steps=1"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"evenload: error: another evenload train is running in {tmp_path}; ")
+    assert error.startswith(f"evenload: error: another evenload is running in {tmp_path}; ")
     assert error.count("\n") == 1
     with only_run(tmp_path):
         pass

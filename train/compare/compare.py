@@ -53,14 +53,14 @@ def compare(name: str, overrides: Sequence[str] = (), *, quiet: bool = False) ->
             with exit_on_sigterm():
                 load_data(plan.config, say)  # tokens are prepared once, and not by each run
         trained = train_all(plan.runs, plan.jobs, quiet=quiet)
-        overhead = {}
-        if not trained.interrupted:
-            tune_allocator()
-            overhead = measure_overhead(plan, say)
         results = read_results(plan)
         summaries = summarise(plan, results)
         write_tables(plan, results)
         write_board(plan, results)
+        overhead = {}
+        if not trained.interrupted:
+            tune_allocator()
+            overhead = measure_overhead(plan, say)
         report = write_report(plan, results, summaries, overhead, trained.failed)
         return Outcome(plan.out, report, text_table(plan, summaries, overhead), trained.failed, trained.interrupted)
 
