@@ -2,9 +2,11 @@
 
 from .all_to_all import AllToAllDispatcher
 from .attention import Attention, SequenceContext, sequence_context
+from .cache import KVCache
 from .config import GPTConfig, ParameterCount
 from .dispatch import Dispatcher, DispatchPlan, LocalDispatcher
 from .experts import Experts
+from .generate import generate
 from .gpt import GPT, Block, GPTOutput
 from .layers import DenseFFN, Linear, RMSNorm, swiglu
 from .loss import chunked_cross_entropy
@@ -23,6 +25,7 @@ __all__ = [
     "Experts",
     "GPTConfig",
     "GPTOutput",
+    "KVCache",
     "Linear",
     "LocalDispatcher",
     "MoELayer",
@@ -30,6 +33,7 @@ __all__ = [
     "RMSNorm",
     "SequenceContext",
     "chunked_cross_entropy",
+    "generate",
     "sequence_context",
     "swiglu",
 ]

@@ -1,6 +1,7 @@
 """Causal grouped-query attention with rotary positions and QK-norm, within documents.
 
-Shape suffixes: B batch, S sequence, D model, H query heads, G key/value heads, C head width, N real tokens of the batch.
+Shape suffixes: B batch, S sequence, P sequence with what a cache holds before it, D model, H query heads, G key/value heads,
+C head width, N real tokens of the batch.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .cache import KVCache, LayerCache
 from .layers import Linear, RMSNorm
 
 
@@ -28,11 +30,12 @@ class SequenceContext:
     """What every block needs to know about the batch, made once per forward.
 
     Attributes:
-        cos, sin: (S, C/2) float32.
+        cos, sin: (S, C/2) float32, or (B, S, C/2) where rows have positions of their own.
         mask: (B, S) bool, True = real token, or None.
         document_ids: (B, S) integer, or None.
-        allowed: (B, 1, S, S) bool, query may see key; None = plain causal.
+        allowed: (B, 1, S, S), or (B, 1, S, P) with a cache: bool, query may see key; None = plain causal.
         packed: set where flash-attn does the work.
+        cache, read: keys and values of the `read` tokens before these; the layer's own, where there is a cache.
     """
 
     cos: Tensor
@@ -41,6 +44,8 @@ class SequenceContext:
     document_ids: Tensor | None = None
     allowed: Tensor | None = None
     packed: PackedRows | None = None
+    cache: LayerCache | None = None
+    read: int = 0
 
 
 def sequence_context(
@@ -66,6 +71,24 @@ def sequence_context(
     return SequenceContext(cos, sin, mask, document_ids, None if causal else visible_keys(documents, mask))
 
 
+def continued_context(
+    hidden: Tensor, head_width: int, rope_theta: float, cache: KVCache, *, mask: Tensor | None = None
+) -> SequenceContext:
+    """The same for tokens `hidden` (B, S, D) that continue what `cache` has read; it counts them as read from here on.
+
+    A row is one document, and padding may stand on either side of it: positions count a row's real tokens.
+    """
+    batch, length = hidden.shape[:2]
+    read, end = cache.read, cache.read + length
+    real = torch.ones(batch, length, dtype=torch.bool, device=hidden.device) if mask is None else mask
+    real_BP = real if cache.real is None else torch.cat((cache.real, real), dim=1)
+    positions_BS = (real_BP.cumsum(1) - 1).clamp(min=0)[:, read:]
+    cos, sin = rotary_angles(end, head_width, rope_theta, hidden.device)
+    allowed = visible_keys(torch.zeros_like(real_BP, dtype=torch.int64), real_BP)[:, :, read:]
+    cache.real = real_BP
+    return SequenceContext(cos[positions_BS], sin[positions_BS], mask, allowed=allowed, read=read)
+
+
 def rotary_angles(length: int, head_width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """(S, C/2) float32 cos and sin of position * theta^(-2i/C) (RoPE, arXiv 2104.09864); no buffer, so none to round."""
     frequencies = theta ** (-torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width)
@@ -76,7 +99,7 @@ def rotary_angles(length: int, head_width: int, theta: float, device: torch.devi
 def rotate(x_BSHC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pair (i, i + C/2) of every head by its position's angle, in float32 at least."""
     first, second = x_BSHC.chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BSHC.dtype)
 
 
@@ -176,6 +199,8 @@ class Attention(nn.Module):
         q_BSHC, k_BSGC, v_BSGC = self.qkv(x).unflatten(-1, (-1, self.head_width)).split(self.heads, dim=2)
         q_BSHC = rotate(self.q_norm(q_BSHC), context.cos, context.sin)
         k_BSGC = rotate(self.k_norm(k_BSGC), context.cos, context.sin)
+        if context.cache is not None:
+            k_BSGC, v_BSGC = context.cache.extend(k_BSGC, v_BSGC, context.read)
         attend = _attend_sdpa if context.packed is None else _attend_flash
         return self.out(attend(q_BSHC, k_BSGC, v_BSGC, context).flatten(2))
 

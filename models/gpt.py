@@ -4,7 +4,7 @@ Shape suffixes: B batch, S sequence, D model, V vocabulary, L MoE layers.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..balancers import Router, anchor_loss
-from .attention import Attention, SequenceContext, sequence_context
+from .attention import Attention, SequenceContext, continued_context, sequence_context
+from .cache import KVCache
 from .config import GPTConfig
 from .experts import Experts
 from .layers import DenseFFN, Linear, RMSNorm
@@ -29,7 +30,7 @@ class GPTOutput:
         loss: 0-dim, mean over targets of the cross-entropy with its z-loss; None without targets. 0 if there is no target.
         nll_sum: 0-dim without gradient, summed cross-entropy in nats, without z-loss; None without targets.
         num_targets: 0-dim int64; None without targets.
-        logits: (B, S, V); None with targets, for which they never exist all at once.
+        logits: (B, S, V), or (N, V) of N selected positions; None with targets, for which they never exist all at once.
     """
 
     loss: Tensor | None = None
@@ -176,6 +177,8 @@ class GPT(nn.Module):
         *,
         document_ids: Tensor | None = None,
         mask: Tensor | None = None,
+        select: Tensor | None = None,
+        cache: KVCache | None = None,
     ) -> GPTOutput:
         """Loss with targets, logits without.
 
@@ -184,22 +187,32 @@ class GPT(nn.Module):
             targets: (B, S) int64 ids, -100 = no loss here. Padding never counts.
             document_ids: (B, S) integer; attention stays within a contiguous run of equal ids.
             mask: (B, S) bool, True = real token.
+            select: (B, S) bool, the positions whose logits are wanted, when not all are.
+            cache: what these tokens continue, and what the next ones will; to decode with, in eval mode. A row is one
+                document, with its padding, if any, on the left.
 
         The loss already carries `anchor_loss`: backward it as it is, or scaled, weighted, divided by the number of
         microbatches; the balancers' gradients follow.
 
         Raises:
-            ValueError: if a shape or dtype does not fit, or S exceeds max_seq_len.
+            ValueError: if a shape or dtype does not fit, or S, with what the cache holds, exceeds max_seq_len.
         """
-        self._check(tokens, targets=targets, document_ids=document_ids, mask=mask)
+        self._check(tokens, targets=targets, document_ids=document_ids, mask=mask, select=select)
         x_BSD = F.embedding(tokens, self.embedding)
-        context = sequence_context(x_BSD, self.config.head_width, self.config.rope_theta, mask=mask, document_ids=document_ids)
-        for block in self.blocks:
+        shape = (self.config.head_width, self.config.rope_theta)
+        if cache is None:
+            context = sequence_context(x_BSD, *shape, mask=mask, document_ids=document_ids)
+        else:
+            self._check_cache(cache, tokens, document_ids)
+            context = continued_context(x_BSD, *shape, cache, mask=mask)
+        for layer, block in enumerate(self.blocks):
+            if cache is not None:
+                context = replace(context, cache=cache.layer(layer))
             x_BSD = block(x_BSD, context)
         x_BSD = self.final_norm(x_BSD)
         head_VD = self.embedding if self.head is None else self.head.weight
         if targets is None:
-            return GPTOutput(logits=F.linear(x_BSD, head_VD))
+            return GPTOutput(logits=F.linear(x_BSD if select is None else x_BSD[select], head_VD))
         if mask is not None:
             targets = targets.masked_fill(~mask, IGNORE)
         loss_sum, nll_sum, num_targets = chunked_cross_entropy(
@@ -227,5 +240,21 @@ class GPT(nn.Module):
                 continue
             if value.shape != tokens.shape:
                 raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be that of tokens, {tuple(tokens.shape)}")
-            if name == "mask" and value.dtype != torch.bool:
-                raise ValueError(f"mask has dtype {value.dtype}; give a bool tensor, True = real token")
+            if name in ("mask", "select") and value.dtype != torch.bool:
+                meaning = "real token" if name == "mask" else "logits wanted"
+                raise ValueError(f"{name} has dtype {value.dtype}; give a bool tensor, True = {meaning}")
+
+    def _check_cache(self, cache: KVCache, tokens: Tensor, document_ids: Tensor | None) -> None:
+        end = cache.read + tokens.shape[1]
+        limit = min(cache.length, self.config.max_seq_len)
+        if end > limit:
+            raise ValueError(
+                f"{tokens.shape[1]} tokens after {cache.read} are more than the cache's length={cache.length} or "
+                f"max_seq_len={self.config.max_seq_len} can hold"
+            )
+        if cache.real is not None and cache.real.shape[0] != tokens.shape[0]:
+            raise ValueError(
+                f"the cache has read {cache.real.shape[0]} rows, tokens have {tokens.shape[0]}; give the same ones"
+            )
+        if document_ids is not None or self.training:
+            raise ValueError("a cache is to decode one document per row with, in eval mode; leave document_ids out")

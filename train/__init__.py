@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from .config_file import load_config
     from .data import Data, load_data
     from .errors import ConfigError, TrainingStopped
+    from .eval_tasks import Evaluation, evaluate_tasks
     from .evaluation import Score, evaluate
     from .loop import Trainer
     from .mixture import Batch, Mixture
     from .optim import learning_rate, make_optimizer
     from .step import StepResult, train_step
+    from .trained import Trained, load_trained
 
 _HOME = {
     "Batch": "mixture",
@@ -29,15 +31,19 @@ _HOME = {
     "Config": "config",
     "ConfigError": "errors",
     "Data": "data",
+    "Evaluation": "eval_tasks",
     "Mixture": "mixture",
     "Score": "evaluation",
     "StepResult": "step",
+    "Trained": "trained",
     "Trainer": "loop",
     "TrainingStopped": "errors",
     "evaluate": "evaluation",
+    "evaluate_tasks": "eval_tasks",
     "learning_rate": "optim",
     "load_config": "config_file",
     "load_data": "data",
+    "load_trained": "trained",
     "make_optimizer": "optim",
     "train_step": "step",
 }
@@ -50,15 +56,19 @@ __all__ = [
     "Config",
     "ConfigError",
     "Data",
+    "Evaluation",
     "Mixture",
     "Score",
     "StepResult",
+    "Trained",
     "Trainer",
     "TrainingStopped",
     "evaluate",
+    "evaluate_tasks",
     "learning_rate",
     "load_config",
     "load_data",
+    "load_trained",
     "make_optimizer",
     "train_step",
 ]

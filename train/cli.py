@@ -16,6 +16,7 @@ from .._version import __version__
 from .check import CHECK_HELP, check, check_arguments
 from .compare_command import COMPARE_HELP, compare, compare_arguments
 from .describe_command import DESCRIBE_HELP, describe, describe_arguments
+from .eval_command import EVAL_HELP, eval_arguments, evaluate
 
 COMMAND = "EVENLOAD_COMMAND"  # environment variable: what the user typed, for the ranks that `--nproc` starts
 GRACE = 3.0  # seconds
@@ -181,6 +182,7 @@ COMMANDS = {
     "describe": Command("what a configuration needs before it runs", DESCRIBE_HELP, describe_arguments, describe),
     "import": Command("read a Hugging Face transformers model", IMPORT_HELP, _import_arguments, _import),
     "export": Command("write a checkpoint in another format", EXPORT_HELP, _export_arguments, _export),
+    "eval": Command("score a checkpoint on tasks of lm-eval", EVAL_HELP, eval_arguments, evaluate),
     "check": Command("run the conformance suite against a router", CHECK_HELP, check_arguments, check),
 }
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ..models import GPTConfig
+from .errors import ConfigError, first_line
 
 
 @dataclass
@@ -114,6 +116,14 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dict of simple types."""
         return OmegaConf.to_container(OmegaConf.structured(self), resolve=True)  # type: ignore[return-value]
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Config:
+        """The configuration that `to_dict` was made of. Raises ConfigError."""
+        try:
+            return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))  # type: ignore[return-value]
+        except (OmegaConfBaseException, ValueError, TypeError) as error:
+            raise ConfigError(f"not a configuration of this version: {first_line(error)}") from error
 
     def to_yaml(self) -> str:
         """The configuration as YAML that `evenload train` reads back to the same configuration."""

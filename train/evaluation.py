@@ -84,7 +84,7 @@ def _score(
     nats, count, text_bytes = 0.0, 0, 0
     own = indices[world.rank :: world.size]
     # Every rank runs as many forwards as the one with most sequences: a sharded model takes all ranks for each.
-    with _watched_load(model) as load:
+    with watched_load(model) as load:
         for first in range(0, -(-len(indices) // world.size), batch_size):
             if stop():
                 return None
@@ -108,7 +108,7 @@ def _score(
 
 
 @contextlib.contextmanager
-def _watched_load(model: nn.Module) -> Iterator[list[torch.Tensor]]:
+def watched_load(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     """Yield (E,) counts per layer that grow with every routing decision made inside."""
     found = list(routers(model).values())
     load = [torch.zeros_like(router.counts) for router in found]

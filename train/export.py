@@ -34,8 +34,8 @@ def export(source: Path, form: str, out: Path | None = None, say: Callable[[str]
     """
     if form not in FORMATS:
         raise ConfigError(f"export: unknown format {form!r}; formats: {', '.join(FORMATS)}")
-    checkpoint = _find(source, say)
-    run = _run_folder(checkpoint)
+    checkpoint = find_checkpoint(source, say, "export")
+    run = run_folder(checkpoint)
     target = out or run / "export" / f"{form}-{checkpoint.path.name}"
     if target.exists():
         raise ConfigError(f"export: {target} exists; remove it or choose another out=PATH")
@@ -83,29 +83,34 @@ def _safetensors(state: dict[str, Tensor], checkpoint: Checkpoint, folder: Path)
 
 
 def _hugging_face(state: dict[str, Tensor], checkpoint: Checkpoint, folder: Path) -> None:
-    write_hf(folder, checkpoint.extra["config"]["model"], state, _run_folder(checkpoint) / TOKENIZER)
+    write_hf(folder, checkpoint.extra["config"]["model"], state, run_folder(checkpoint) / TOKENIZER)
 
 
 FORMATS: dict[str, Callable[[dict[str, Tensor], Checkpoint, Path], None]] = {"safetensors": _safetensors, "hf": _hugging_face}
 
 
-def _run_folder(checkpoint: Checkpoint) -> Path:
-    return checkpoint.path.resolve().parent.parent
+def find_checkpoint(source: Path, say: Callable[[str], None], command: str) -> Checkpoint:
+    """The checkpoint `source`, or the newest whole one of the run `source`; `command` begins the message of what is raised.
 
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """To the bit: also where both are NaN."""
-    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
-def _find(source: Path, say: Callable[[str], None]) -> Checkpoint:
+    Raises CheckpointError.
+    """
     inside = source / CHECKPOINTS if (source / CHECKPOINTS).is_dir() else source
     checkpoints = Checkpointer(inside)
     if (inside / MANIFEST).exists():
         return checkpoints.open(inside)
     newest = checkpoints.newest()
     if newest is None:
-        raise CheckpointError(f"export: {source} holds no checkpoint; give a run's folder or one checkpoint of it")
+        raise CheckpointError(f"{command}: {source} holds no checkpoint; give a run's folder or one checkpoint of it")
     for error in newest[1]:
         say(f"refused {error}")
     return newest[0]
+
+
+def run_folder(checkpoint: Checkpoint) -> Path:
+    """The folder of the run that a checkpoint belongs to."""
+    return checkpoint.path.resolve().parent.parent
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """To the bit: also where both are NaN."""
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))

@@ -29,9 +29,10 @@ class TextTokenizer:
         tokenizer.encode_special_tokens = True  # a text that spells a special token is text
         tokenizer.no_truncation()  # a file may carry either, and documents are encoded whole
         tokenizer.no_padding()
-        self.end_of_text = tokenizer.token_to_id(END_OF_TEXT)
-        if self.end_of_text is None:
+        end = tokenizer.token_to_id(END_OF_TEXT)
+        if end is None:
             raise ConfigError(f"{origin}: the tokenizer has no {END_OF_TEXT} token")
+        self.end_of_text: int = end
         special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         alphabet = set(pre_tokenizers.ByteLevel.alphabet())
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
