@@ -7,7 +7,7 @@ PIP := $(VENV)/bin/pip --disable-pip-version-check
 # Scripts run from the root would otherwise see the folders `kernels`, `models`, `train` as packages.
 export PYTHONSAFEPATH := 1
 
-.PHONY: train test lint docs installed-copy clean
+.PHONY: train test lint docs notebooks installed-copy clean
 
 train: $(VENV)/train.ok
 	$(VENV)/bin/evenload train tiny
@@ -23,6 +23,10 @@ lint: $(VENV)/lint.ok installed-copy
 # The site: open site/index.html, or `python3 -m http.server -d site` for its search too.
 docs: $(VENV)/docs.ok installed-copy
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
+
+# Runs every notebook from scratch and stores what it prints and draws.
+notebooks: $(VENV)/test.ok
+	$(VENV)/bin/python notebooks/execute.py
 
 # In the repository the package is spread over folders (setup.cfg), which mypy and the API reference do not see as one.
 installed-copy: $(VENV)/test.ok
