@@ -88,16 +88,27 @@ def fronts(runs: list[Row]) -> list[str]:
             ratio(f"local MaxVio, {label} / eqb", values(runs, label, "maxvio_local"), values(runs, "eqb", "maxvio_local"))
         )
     lines += [difference(f"loss, {label} - eqb", runs, label, "eqb") for label in (*lei, *gshard)]
-    # Local MaxVio falls with the coefficient, so the loss can be read off between the coefficients.
-    curves = [{seed: curve(runs, method, seed) for seed in values(runs, "eqb", "maxvio_local")} for method in (lei, gshard)]
-    low = max(points[0][0] for of in curves for points in of.values())
-    high = min(points[-1][0] for of in curves for points in of.values())
-    if low >= high:
-        return [*lines, "  the two reach no local MaxVio in common: nothing can be said at matched balance"]
-    for at in np.linspace(low, high, 3):
-        read_off = [{seed: float(np.interp(at, *zip(*points, strict=True))) for seed, points in of.items()} for of in curves]
-        lines.append(shown(f"loss at local MaxVio {math.exp(at):.2f}, eqb+lei - eqb+gshard", paired(*read_off), "+.4f"))
-    return lines
+    for one in lei:
+        other = one.replace("lei", "gshard")
+        if other in gshard:
+            balance = (values(runs, label, "maxvio_local") for label in (one, other))
+            lines += [ratio(f"local MaxVio, {one} / {other}", *balance), difference(f"loss, {one} - {other}", runs, one, other)]
+    return [*lines, *matched(runs, lei, gshard)]
+
+
+def matched(runs: list[Row], lei: list[str], gshard: list[str]) -> list[str]:
+    """Loss at the same local MaxVio, half-way of what both reach with the same seed, read off between coefficients."""
+    differences = []
+    for seed in values(runs, lei[0], "maxvio_local"):
+        curves = [curve(runs, method, seed) for method in (lei, gshard)]
+        low, high = max(points[0][0] for points in curves), min(points[-1][0] for points in curves)
+        if low < high:
+            ours, theirs = (float(np.interp((low + high) / 2, *zip(*points, strict=True))) for points in curves)
+            differences.append(ours - theirs)
+    found = estimate(differences)
+    if not found.n:
+        return ["  the two reach no local MaxVio in common with any seed: nothing can be said at matched balance"]
+    return [shown("loss at the same local MaxVio, eqb+lei - eqb+gshard", found, "+.4f")]
 
 
 def curve(runs: list[Row], method: list[str], seed: int) -> list[tuple[float, float]]:
@@ -142,7 +153,7 @@ def ratio(name: str, values: BySeed, others: BySeed) -> str:
     logs = [{seed: math.log(value) for seed, value in of.items()} for of in (values, others)]
     found = paired(*logs)
     low, high = (math.exp(found.mean + sign * found.error) for sign in (-1, 1))
-    return f"  {name:<52} {math.exp(found.mean):.3f} ({low:.3f} to {high:.3f}){tail(found)}"
+    return f"  {name:<56} {math.exp(found.mean):.3f} ({low:.3f} to {high:.3f}){tail(found)}"
 
 
 def difference(name: str, runs: list[Row], label: str, other: str) -> str:
@@ -150,7 +161,7 @@ def difference(name: str, runs: list[Row], label: str, other: str) -> str:
 
 
 def shown(name: str, found: Estimate, form: str) -> str:
-    return f"  {name:<52} {found.mean:{form}} +-{found.error:.4f}{tail(found)}"
+    return f"  {name:<56} {found.mean:{form}} +-{found.error:.4f}{tail(found)}"
 
 
 def tail(found: Estimate) -> str:

@@ -90,7 +90,9 @@ def scatter(plan: Plan, summaries: Mapping[str, Summary], column: str, title: st
                 axes.annotate(text, (x, y), (4, 4), textcoords="offset points", fontsize=7.5, color=style["color"])
     means = [(x.mean, y.mean) for x, y in points.values()]
     front = [means[index] for index in pareto(means)]
-    if len(front) > 1:
+    if len(front) == 1:
+        axes.plot(*front[0], "o", color=GREY, markersize=16, alpha=0.35, zorder=0, label="Pareto front: this one")
+    elif front:
         axes.step(*zip(*front, strict=True), where="post", color=GREY, linewidth=5, alpha=0.35, zorder=0, label="Pareto front")
     _log_axis(axes.xaxis, axes.set_xscale)
     axes.set_xlabel(f"{title} (less is more even)")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from markupsafe import Markup, escape
 
 from ..._version import __version__
 from ..files import write_atomic
@@ -143,12 +144,7 @@ def findings(plan: Plan, summaries: Mapping[str, Summary]) -> list[str]:
         if ranked:
             best = min(ranked, key=lambda label: ranked[label].mean)
             said.append(f"Lowest {title}: {best}, {_plain(ranked[best], '.3f')}.")
-    for label, summary in summaries.items():
-        loss = summary.differences["validation_loss"]
-        if label != plan.baseline.label and loss.n > 1:
-            far = "more than" if abs(loss.mean) > 2 * loss.error else "within"
-            pair = f"Validation loss of {label} less that of {plan.baseline.label}"
-            said.append(f"{pair}: {_signed(loss, '.3f')}, {far} two standard errors from 0.")
+    said += _told_apart(plan.baseline.label, summaries)
     if all(estimate.n == 1 for summary in summaries.values() for estimate in [summary.estimates["validation_loss"]]):
         said.append("One seed: nothing here tells a difference from chance; give seeds=[0,1,2].")
     points = [
@@ -157,6 +153,22 @@ def findings(plan: Plan, summaries: Mapping[str, Summary]) -> list[str]:
     front = [list(summaries)[index] for index in pareto(points)]
     said.append(f"No other is both better balanced (local MaxVio) and lower in validation loss than: {', '.join(front)}.")
     return said
+
+
+def _told_apart(baseline: str, summaries: Mapping[str, Summary]) -> list[str]:
+    """Which validation losses are above or below the baseline's by more than twice the standard error of the difference."""
+    sides: dict[str, list[str]] = {"above": [], "below": [], "within": []}
+    for label, summary in summaries.items():
+        loss = summary.differences["validation_loss"]
+        if label != baseline and loss.n > 1:
+            side = "within" if abs(loss.mean) <= 2 * loss.error else "above" if loss.mean > 0 else "below"
+            sides[side].append(label if side == "within" else f"{label} ({_signed(loss, '.3f')})")
+    said = [
+        f"Validation loss {side} that of {baseline} by more than two standard errors: {', '.join(sides[side])}."
+        for side in ("below", "above")
+        if sides[side]
+    ]
+    return [*said, f"Not told apart from it: {', '.join(sides['within'])}."] if sides["within"] else said
 
 
 def step_time(plan: Plan, variant: Variant, overhead: Mapping[str, Overhead]) -> str:
@@ -178,12 +190,17 @@ def _row(
         cells.append((_plain(summary.estimates[column.key], column.form), difference))
     seeds = summary.estimates["validation_loss"].n
     return {
-        "label": variant.label,
+        "label": _breakable(variant.label),
         "baseline": variant is plan.baseline,
         "seeds": seeds,
         "cells": cells,
         "time": step_time(plan, variant, overhead),
     }
+
+
+def _breakable(label: str) -> Markup:
+    """A label that may be broken between balancers and before options."""
+    return Markup(str(escape(label)).replace("+", "+<wbr>").replace("(", "<wbr>("))
 
 
 def _chance(results: Sequence[Result], column: Column) -> str:
