@@ -86,8 +86,9 @@ def test_links_stay_in_the_documentation_and_lead_somewhere(page):
 def test_code_is_python_and_included_files_are_there(page):
     for code in code_of(page):
         ast.parse(code)
-    for path in re.findall(r'^--8<-- "(.*)"$', text_of(page), re.M):
+    for path, last in re.findall(r'^--8<-- "([^:"]+)(?::\d+:(\d+))?"$', text_of(page), re.M):
         assert (ROOT / path).is_file(), f"{page}: {path}"
+        assert len((ROOT / path).read_text().splitlines()) >= int(last or 0), f"{page}: {path} ends before line {last}"
 
 
 @pytest.mark.parametrize("page", PROGRAMS)

@@ -40,6 +40,7 @@ def test_a_run_from_the_command_line(mini: str, tmp_path: Path, capsys: pytest.C
         ".lock",
         "checkpoints",
         "config.yaml",
+        "layers.jsonl",
         "metrics.jsonl",
         "summary.json",
         "summary.md",
