@@ -12,8 +12,9 @@ export PYTHONSAFEPATH := 1
 train: $(VENV)/train.ok
 	$(VENV)/bin/evenload train tiny
 
+# Two files of tests at a time.
 test: $(VENV)/test.ok
-	$(VENV)/bin/pytest
+	$(VENV)/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/lint.ok installed-copy
 	$(VENV)/bin/ruff check .

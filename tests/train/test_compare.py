@@ -274,7 +274,7 @@ def test_killed_and_stopped_it_ends_as_if_nothing_had_been(mini: str, tmp_path: 
         "seeds=[0, 1]",
         "turns=0",
         "jobs=2",
-        "run.steps=400",
+        "run.steps=150",
         "run.save_every=1000",
         "run.image_every=1000",
     ]
