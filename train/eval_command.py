@@ -92,10 +92,14 @@ def table(evaluation: Evaluation) -> str:
 
 
 def as_json(evaluation: Evaluation, before: dict[str, Any]) -> dict[str, Any]:
-    """What is kept: the tasks of this evaluation, and of earlier ones of the same checkpoint those that it did not repeat."""
+    """What is kept: the tasks of this evaluation, and of earlier ones of the same checkpoint those that it did not repeat.
+
+    A trial on part of a task stands beside the whole task.
+    """
     tasks = dict(before.get("tasks", {}))
+    limit = evaluation.options["limit"]
     for score in evaluation.scores:
-        tasks[score.task] = {
+        tasks[score.task if limit is None else f"{score.task}, limit={limit}"] = {
             "n": score.n,
             "metrics": {
                 metric.name: {"value": metric.value, "stderr": metric.stderr, "chance": metric.chance, "hf": metric.other}

@@ -267,6 +267,13 @@ def test_one_run_that_fails_stops_no_other(mini: str, tmp_path: Path, capsys: py
     assert re.search(r"none optim.lr=1\.0e\+38, seed 0: stopped at step \d: 1 steps in a row had a non-finite", page)
 
 
+def test_without_a_finished_run_the_table_says_so(mini: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["balancers=[none]", "run.max_bad_steps=1", "optim.clip=0", "optim.lr=1e38", "run.steps=4", "turns=0"]
+    assert cli.main(["compare", mini, f"out={tmp_path}/c", *settings]) == 1
+    assert "\n\nno run has finished\n\n" in capsys.readouterr().out
+    assert "1 of 1 runs are not in this report" in (tmp_path / "c" / "report.html").read_text()
+
+
 def test_killed_and_stopped_it_ends_as_if_nothing_had_been(mini: str, tmp_path: Path) -> None:
     """kill -9: the runs notice, save and go. SIGTERM: they are told. In the end the tables are those of a run in peace."""
     settings = [

@@ -232,19 +232,19 @@ def test_the_command_and_the_export_side_by_side(run: Path, capsys: pytest.Captu
     assert [line[5] for line in lines if line[2].startswith("acc")] == ["0.25"] * 6
     assert "log-likelihoods that differ by more than 0.0001 of their size: 0 of 108" in out
     kept = json.loads((copy / "eval" / "step-00000002.json").read_text())
-    assert (kept["step"], list(kept["tasks"])) == (2, [line[0] for line in lines if line[0]])
-    bits = kept["tasks"]["bits_per_byte_words"]
+    assert (kept["step"], list(kept["tasks"])) == (2, [f"{line[0]}, limit=6" for line in lines if line[0]])
+    bits = kept["tasks"]["bits_per_byte_words, limit=6"]
     assert bits["metrics"]["bits_per_byte"]["value"] == pytest.approx(bits["metrics"]["bits_per_byte"]["hf"], abs=1e-4)
     assert bits["metrics"]["bits_per_byte"]["stderr"] > 0
     assert bits["load"]["tokens"] > 0
-    assert kept["tasks"]["continuation_words"]["n"] == 6
-    # Another task of the same checkpoint joins them.
+    assert kept["tasks"]["continuation_words, limit=6"]["n"] == 6
+    # Another evaluation of the same checkpoint joins them.
     assert (
         cli.main(["eval", str(copy / "checkpoints/step-00000002"), "limit=3", "tasks=[continuation_words]", "device=cpu"]) == 0
     )
     again = json.loads((copy / "eval" / "step-00000002.json").read_text())["tasks"]
-    assert again["continuation_words"]["n"] == 3
-    assert again["bits_per_byte_words"] == bits
+    assert again == kept["tasks"] | {"continuation_words, limit=3": again["continuation_words, limit=3"]}
+    assert again["continuation_words, limit=3"]["n"] == 3
     assert "| hf" not in capsys.readouterr().out
 
 

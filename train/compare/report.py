@@ -57,6 +57,8 @@ def columns(summaries: Mapping[str, Summary]) -> list[Column]:
 
 def text_table(plan: Plan, summaries: Mapping[str, Summary], overhead: Mapping[str, Overhead]) -> str:
     """One line per variant: mean +- standard error over seeds."""
+    if not summaries:
+        return "no run has finished"
     shown = columns(summaries)
     header = ["", *(column.title for column in shown), "step time"]
     lines = [header]
