@@ -12,9 +12,9 @@ export PYTHONSAFEPATH := 1
 train: $(VENV)/train.ok
 	$(VENV)/bin/evenload train tiny
 
-# Two files of tests at a time.
+# Three files of tests at a time: some wait for processes that were killed.
 test: $(VENV)/test.ok
-	$(VENV)/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/lint.ok installed-copy
 	$(VENV)/bin/ruff check .

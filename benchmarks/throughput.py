@@ -6,10 +6,10 @@
 Qwen3-MoE is the peer because it is the same function: grouped queries with QK-norm and rotary positions, softmax top-k
 with normalised weights, SwiGLU experts, tied embeddings. Weights are copied across, and loss and gradients compared, before
 anything is timed. A step is forward, backward, fused AdamW over all parameters in one group; ours includes `balance_step`.
-The peer runs without what ours does not have: no auxiliary loss, no router logits, no cache, SDPA attention. Its
-expert implementations are all tried, and the fastest is what ours is measured against. The process has the allocator
-settings of `evenload train`, for both alike. Ours computes the loss in chunks, the peer on all logits: that is part of
-the step.
+The peer runs without what ours does not have: no cache, SDPA attention. Its expert implementations are all tried, and the
+fastest is what ours is measured against: bare, as `none` is, and with its own auxiliary loss, as it would be trained. The
+process has the allocator settings of `evenload train`, for both alike. Ours computes the loss in chunks, the peer on all
+logits: that is part of the step.
 
 The contestants take turns, and a ratio is formed within a turn, so a busy machine slows both. "cpu" is the process's own time,
 which does not count what other programs took. The dense model has feed-forwards of width top_k * expert_hidden: equal
@@ -163,6 +163,7 @@ def measure(name: str, shape: Shape, turns: int, device: torch.device) -> dict[s
         fastest = min(screened, key=lambda each: statistics.median(wall for wall, _ in screened[each]))
 
     contestants = {fastest: peers[fastest]}
+    contestants[with_loss(fastest)] = their_step(peer, their_optimizer, fastest.removeprefix("HF "), tokens, balanced=True)
     contestants |= {f"ours {balancers}": our_step(model, tokens, targets) for balancers, model in ours.items()}
     contestants["ours dense"] = our_step(dense, tokens, targets)
     times = take_turns(name, contestants, turns, device)
@@ -240,16 +241,22 @@ def our_step(model: GPT, tokens: Tensor, targets: Tensor) -> Step:
     return step
 
 
-def their_step(peer: nn.Module, optimizer: torch.optim.Optimizer, implementation: str, tokens: Tensor) -> Step:
+def their_step(
+    peer: nn.Module, optimizer: torch.optim.Optimizer, implementation: str, tokens: Tensor, *, balanced: bool = False
+) -> Step:
     def step() -> float:
         peer.set_experts_implementation(implementation)  # the contestants share one peer
-        loss = peer(input_ids=tokens, labels=tokens).loss
+        loss = peer(input_ids=tokens, labels=tokens, output_router_logits=balanced).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
 
     return step
+
+
+def with_loss(peer: str) -> str:
+    return f"{peer}, aux loss"
 
 
 def take_turns(name: str, steps: dict[str, Step], turns: int, device: torch.device) -> dict[str, list[tuple[float, float]]]:
@@ -305,13 +312,16 @@ def table(result: dict[str, Any]) -> str:
         tried = [f"{each} {wall * 1e3:.0f} ({cpu * 1e3:.0f})" for each, (wall, cpu) in found["screening"].items()]
         tried += [f"{each} {why}" for each, why in found["not_run"].items()]
         lines.append(f"  expert implementations, ms wall (cpu): {', '.join(tried)}")
-        lines.append("  " + f"{'':<16}" + "".join(f"{title:>{width}}" for title, width in zip(titles, widths, strict=True)))
+        lines.append("  " + f"{'':<26}" + "".join(f"{title:>{width}}" for title, width in zip(titles, widths, strict=True)))
         for each, times in found["times"].items():
             wall, cpu = _medians(times)
             cells = [f"{wall * 1e3:.1f}", f"{cpu * 1e3:.1f}", f"{shape['batch'] * shape['seq_len'] / wall:,.0f}"]
             cells += [_ratio([a[i] / b[i] for a, b in zip(reference, times, strict=True)]) for i in (0, 1)]
             cells.append(f"{found['common'][each]:.0%}")
-            lines.append("  " + f"{each:<16}" + "".join(f"{c:>{width}}" for c, width in zip(cells, widths, strict=True)))
+            lines.append("  " + f"{each:<26}" + "".join(f"{c:>{width}}" for c, width in zip(cells, widths, strict=True)))
+        balanced = with_loss(found["fastest"])
+        beside = [a[0] / b[0] for a, b in zip(found["times"][balanced], found["times"]["ours eqb+lei"], strict=True)]
+        lines.append(f"  ours eqb+lei beside {balanced}, by wall: {_ratio(beside)}")
         bound = 1 / found["common"][found["fastest"]]
         lines.append(f"  at most {bound:.2f}x of {found['fastest']} is possible with everything outside 'common' for free")
     lines += ["", "speed: time of the fastest HF divided by this row's, median over turns of the ratio within a turn"]

@@ -21,8 +21,8 @@ STEPS, EVERY = 60, 15
 SETTINGS = [f"run.steps={STEPS}", f"run.save_every={EVERY}", "run.eval_every=20", "run.image_every=25"]
 
 
-def command(mini: str, out: Path, *more: str) -> list[str]:
-    return [sys.executable, "-m", "evenload.train.cli", "train", mini, f"run.out={out}", *SETTINGS, *more]
+def command(mini: str, out: Path, mode: str) -> list[str]:
+    return ["train", mini, f"run.out={out}", *SETTINGS, f"data.mode={mode}"]
 
 
 def steps_done(out: Path) -> int:
@@ -52,10 +52,13 @@ def assert_same_state(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["mixed", "domain"])
-def test_kill_and_resume_equals_a_run_without_a_break(mini: str, tmp_path: Path, mode: str) -> None:
+def test_kill_and_resume_equals_a_run_without_a_break(
+    mini: str, tmp_path: Path, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    subprocess.run(command(mini, whole, f"data.mode={mode}"), check=True, capture_output=True)
-    process = subprocess.Popen(command(mini, broken, f"data.mode={mode}"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert cli.main(command(mini, whole, mode)) == 0
+    program = [sys.executable, "-m", "evenload.train.cli", *command(mini, broken, mode)]
+    process = subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not list_checkpoints(broken / "checkpoints") and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -63,8 +66,9 @@ def test_kill_and_resume_equals_a_run_without_a_break(mini: str, tmp_path: Path,
     assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
     assert newest_step(broken) < STEPS
 
-    again = subprocess.run(command(mini, broken, f"data.mode={mode}"), check=True, capture_output=True, text=True)
-    assert "continuing after step" in again.stdout
+    capsys.readouterr()
+    assert cli.main(command(mini, broken, mode)) == 0
+    assert "continuing after step" in capsys.readouterr().out
     assert lines(broken) == lines(whole)
     assert len({line["step"] for line in lines(whole)}) == STEPS
     assert_same_state(whole, broken)
