@@ -18,27 +18,31 @@ def top_k(values_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
         indices_TK: (T, K) int64, by descending value; equal values by ascending index.
         cutoff_T: (T,) the (k+1)-th largest value, -inf where k == E (there is no runner-up).
     """
-    # torch.topk leaves the order of ties open and devices differ. -0.0 == 0.0 is a tie, which bit patterns would miss.
-    values_TE = values_TE.detach().masked_fill(values_TE == 0, 0.0)
+    # torch.topk leaves the order of ties open and devices differ. -0.0 == 0.0 is a tie, which bit patterns would miss; the
+    # cutoff is then 0.0.
+    values_TE = values_TE.detach()
     num_experts = values_TE.shape[-1]
     listed = min(k + 1, num_experts)
     if values_TE.dtype == torch.float32:
         # Value and index in one integer: no two are equal, so torch.topk has no choice, and need not sort the whole row.
         chosen = _packed(values_TE).topk(listed, dim=-1).values
         indices_TK = num_experts - 1 - (chosen[:, :k] & 0xFFFFFFFF)
-        ordered = values_TE.gather(1, num_experts - 1 - (chosen[:, -1:] & 0xFFFFFFFF))
+        cutoff_T = values_TE.gather(1, num_experts - 1 - (chosen[:, -1:] & 0xFFFFFFFF))[:, 0]
     else:
-        ordered, indices = torch.sort(values_TE, dim=-1, descending=True, stable=True)
-        indices_TK, ordered = indices[:, :k], ordered[:, :listed]
-    no_runner_up = k == num_experts
-    return indices_TK, values_TE.new_full(values_TE.shape[:1], float("-inf")) if no_runner_up else ordered[:, -1]
+        ordered, indices = torch.sort(values_TE.masked_fill(values_TE == 0, 0.0), dim=-1, descending=True, stable=True)
+        indices_TK, cutoff_T = indices[:, :k], ordered[:, listed - 1]
+    if k == num_experts:  # no runner-up
+        return indices_TK, torch.full_like(cutoff_T, float("-inf"))
+    return indices_TK, cutoff_T.masked_fill(cutoff_T == 0, 0.0)
 
 
 def _packed(values_TE: Tensor) -> Tensor:
     """int64 that sort as the float32 values do, and among equal ones put the lowest index on top."""
     bits_TE = values_TE.view(torch.int32)
-    keys_TE = torch.where(bits_TE < 0, bits_TE ^ 0x7FFFFFFF, bits_TE).to(torch.int64)
-    return keys_TE.bitwise_left_shift_(32).add_(torch.arange(values_TE.shape[1] - 1, -1, -1, device=values_TE.device))
+    sign_TE = bits_TE >> 31  # -1 where negative: there the order of the bits is reversed, and -0.0 becomes 0
+    keys_TE = (sign_TE & 0x7FFFFFFF).bitwise_xor_(bits_TE).sub_(sign_TE)
+    lowest_on_top_E = torch.arange(values_TE.shape[1] - 1, -1, -1, device=values_TE.device)
+    return keys_TE.to(torch.int64).bitwise_left_shift_(32).add_(lowest_on_top_E)
 
 
 def expert_counts(indices_TK: Tensor, num_experts: int, mask_T: Tensor | None = None) -> Tensor:

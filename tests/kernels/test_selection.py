@@ -23,6 +23,14 @@ def test_top_k_is_the_sort_by_value_then_lowest_index(case):
         order = sorted(range(len(row)), key=lambda e, row=row: (-row[e], e))
         assert chosen == order[:k]
         assert runner_up == (row[order[k]] if k < len(row) else float("-inf"))
+    assert not cutoff[cutoff == 0].signbit().any()
+
+
+def test_float64_chooses_as_float32_does():
+    values = torch.tensor([[-0.0, 0.0, -1.0, 0.0], [float("-inf"), -2.0, -2.0, 3.0]])
+    for k in (1, 2, 3, 4):
+        for found, expected in zip(top_k(values.double(), k), top_k(values, k), strict=True):
+            assert torch.equal(found.to(expected.dtype), expected)
 
 
 def test_all_equal_values_give_the_first_experts():

@@ -117,11 +117,11 @@ def test_killed_ranks_are_started_again_and_nothing_changes(start: Callable[...,
 
 
 def test_a_silent_rank_ends_the_job_with_a_message(start: Callable[..., Run]) -> None:
-    run = start("parallel.timeout=3", "run.steps=10000", "run.save_every=0")
+    run = start("parallel.timeout=20", "run.steps=10000", "run.save_every=0")
     run.wait_until(lambda: (run.out / "metrics.jsonl").exists() and len(read_metrics(run.out)) > 2)
     run.send(signal.SIGSTOP, 1)
     assert run.end() == 1, run.said()
-    assert "another rank did not answer within parallel.timeout = 3 s" in run.said()
+    assert "another rank did not answer within parallel.timeout = 20 s" in run.said()
     assert run.ranks() == {}
 
 
