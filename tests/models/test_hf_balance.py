@@ -112,7 +112,7 @@ def test_documents_are_known_from_positions():
 def test_the_stock_loss_is_off_while_ours_is_on(family):
     model = build(family)
     coefficient = model.router_aux_loss_coef
-    main = float(model(**batch()).loss)
+    main = float(model(**batch()).loss.detach())
     balance(model, "none")
     assert float(model(**batch(), output_router_logits=True).loss) > main
     unbalance(model)
